@@ -1,0 +1,57 @@
+"""Bytes of a request-plane frame: two magic bytes, one version byte, then a msgpack envelope.
+
+History of the wire:
+
+* 1 -- first version.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from protocol.errors import MalformedFrame, VersionMismatch
+from protocol.ids import Peer
+from protocol.messages import Envelope, Message
+
+MAGIC = b"KF"
+VERSION = 1
+"""The one version this release speaks."""
+HEADER = MAGIC + bytes([VERSION])
+MAX_FRAME_BYTES = 16 << 20
+"""Longest frame that is sent or accepted; a million token ids fit."""
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Envelope)
+
+
+def encode(sender: Peer, body: Message) -> bytes:
+    """The frame of ``body`` from ``sender``.
+
+    Raises:
+        MalformedFrame: the frame would be longer than MAX_FRAME_BYTES.
+    """
+    buffer = bytearray(HEADER)
+    _encoder.encode_into(Envelope(sender, body), buffer, len(HEADER))
+    if len(buffer) > MAX_FRAME_BYTES:
+        raise MalformedFrame(f"frame of {len(buffer)} bytes is over the bound of {MAX_FRAME_BYTES}")
+    return bytes(buffer)
+
+
+def decode(frame: bytes | memoryview) -> Envelope:
+    """The envelope in ``frame``.
+
+    Raises:
+        VersionMismatch: it begins with another version; names both.
+        MalformedFrame: it is not a frame of ours, or breaks a bound.
+    """
+    if len(frame) > MAX_FRAME_BYTES:
+        raise MalformedFrame(f"frame of {len(frame)} bytes is over the bound of {MAX_FRAME_BYTES}")
+    head = bytes(frame[: len(HEADER)])
+    if head[:2] != MAGIC or len(head) != len(HEADER):
+        raise MalformedFrame(f"not a kvferry frame: it begins with {head!r}")
+    if head[2] != VERSION:
+        raise VersionMismatch(f"peer speaks wire version {head[2]}, this process speaks {VERSION}")
+    try:
+        return _decoder.decode(memoryview(frame)[len(HEADER) :])
+    except (msgspec.MsgspecError, ValueError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedFrame(f"frame does not decode: {error}") from error

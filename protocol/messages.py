@@ -1,0 +1,356 @@
+"""Every message of the request plane, as frozen typed structs with a bound on each length.
+
+Who sends what::
+
+    router -> prefill   Prefill, Cancel            prefill -> router   Tokens, Failed, Heartbeat
+    router -> decode    Reserve, Cancel            decode  -> router   Tokens, Failed, Heartbeat
+    decode -> prefill   Grant, Renew, Settle, Abort
+    prefill -> decode   Handover, Refuse
+
+Times are durations in seconds: two hosts never compare clocks. A late message, known by its ``RequestKey`` and the
+sender's incarnation, changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from protocol.errors import KVFerryError, error_from_code
+from protocol.ids import Address, BlockId, Peer, RequestKey, Role, Ticket, WorkerId
+from protocol.layout import KVLayout
+from protocol.sampling import FinishReason, SamplingParams, TokenId
+
+MAX_TOKENS = 1 << 20
+"""Longest token list in one message: a million tokens of context."""
+MAX_BLOCKS = 1 << 20
+MAX_TEXT = 2000
+MAX_ADDRESSES = 8
+MAX_SALT = 128
+
+TokenIds = Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_TOKENS)]
+BlockIds = Annotated[tuple[BlockId, ...], msgspec.Meta(max_length=MAX_BLOCKS)]
+Generations = Annotated[
+    tuple[Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)], ...], msgspec.Meta(max_length=MAX_BLOCKS)
+]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+Salt = Annotated[str, msgspec.Meta(max_length=MAX_SALT)]
+
+
+class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An error of the tree, on the wire."""
+
+    code: Annotated[str, msgspec.Meta(max_length=64)]
+    message: Text
+    field: Annotated[str, msgspec.Meta(max_length=256)] | None = None
+
+    @classmethod
+    def of(cls, error: KVFerryError) -> ErrorInfo:
+        """The wire form of ``error``; a long message is cut to its bound."""
+        return cls(code=error.code, message=error.message[:MAX_TEXT], field=error.field)
+
+    def to_error(self) -> KVFerryError:
+        """The error this stands for."""
+        return error_from_code(self.code, self.message, field=self.field)
+
+
+class PoolCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks of one pool by state; ``leaked`` must read 0."""
+
+    free: Count
+    active: Count
+    cached: Count
+    exported: Count
+    importing: Count
+    draining: Count
+    reserved: Count
+    total: Count
+
+    @property
+    def leaked(self) -> int:
+        """Blocks that no state accounts for (negative: counted twice)."""
+        held = self.active + self.cached + self.exported + self.importing + self.draining
+        return self.total - self.reserved - self.free - held
+
+
+class WorkerProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker is, fixed for one incarnation.
+
+    Attributes:
+        role: prefill or decode.
+        model: the served model's name.
+        vocab_size: token ids lie below this.
+        max_model_len: prompt plus output tokens at most.
+        layout: of its pool.
+        num_blocks: of its pool, block 0 included.
+        peer_endpoint: where other workers reach it on the request plane (prefill only; "" elsewhere).
+        kv_addresses: where its KV receiver listens, one URI per transport (decode only).
+        device: "cpu" or "cuda:0" and the like.
+        pid: of its process.
+    """
+
+    role: Role
+    model: Annotated[str, msgspec.Meta(max_length=256)]
+    vocab_size: Count
+    max_model_len: Count
+    layout: KVLayout
+    num_blocks: Count
+    peer_endpoint: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    kv_addresses: Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_ADDRESSES)] = ()
+    device: Annotated[str, msgspec.Meta(max_length=64)] = "cpu"
+    pid: Count = 0
+
+
+class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker is doing; counters grow from the start of the incarnation.
+
+    Attributes:
+        pool: blocks by state.
+        waiting: requests that wait for a step or a reservation.
+        waiting_tokens: prompt tokens not yet computed (prefill), or reserved for (decode).
+        running: sequences in the step batch.
+        open_leases, open_imports: handoffs under way.
+        steps, step_seconds: forward steps and the time in them.
+        step_age: seconds since the step loop last came round: a wedged loop shows here.
+        prefill_tokens, cached_tokens, decode_tokens: computed, skipped by a prefix hit, generated.
+        kv_blocks, kv_bytes, kv_seconds: shipped (prefill) or landed (decode).
+        preemptions, failures: requests given back or failed.
+        draining: takes no new work.
+    """
+
+    pool: PoolCounts
+    waiting: Count = 0
+    waiting_tokens: Count = 0
+    running: Count = 0
+    open_leases: Count = 0
+    open_imports: Count = 0
+    steps: Count = 0
+    step_seconds: Seconds = 0.0
+    step_age: Seconds = 0.0
+    prefill_tokens: Count = 0
+    cached_tokens: Count = 0
+    decode_tokens: Count = 0
+    kv_blocks: Count = 0
+    kv_bytes: Count = 0
+    kv_seconds: Seconds = 0.0
+    preemptions: Count = 0
+    failures: Count = 0
+    draining: bool = False
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """Worker to every router, twice a second: enough for a router that has just started to know the worker."""
+
+    profile: WorkerProfile
+    load: WorkerLoad
+
+
+class PrefillAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """The prefill worker that a decode worker shall send its grant to."""
+
+    peer: Peer
+    endpoint: Address
+
+
+class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
+    """Router to prefill: compute this prompt.
+
+    Attributes:
+        key: request and attempt.
+        token_ids: the prompt; on a retry, prompt plus tokens already emitted.
+        emitted: how many of the last of ``token_ids`` were emitted by earlier attempts.
+        sampling: how to draw the first token.
+        handoff: the decode worker that will take over, or None when the request ends with the first token.
+        lease_ttl: seconds the lease lives without a sign of its reader.
+        cache_salt: prefix-cache namespace.
+    """
+
+    key: RequestKey
+    token_ids: TokenIds
+    emitted: Count = 0
+    sampling: SamplingParams
+    handoff: Peer | None
+    lease_ttl: Seconds = 30.0
+    cache_salt: Salt = ""
+
+
+class Reserve(msgspec.Struct, frozen=True, kw_only=True, tag="reserve"):
+    """Router to decode: make room for this request, and fetch its KV from ``prefill``. Fields as in Prefill."""
+
+    key: RequestKey
+    token_ids: TokenIds
+    emitted: Count = 0
+    sampling: SamplingParams
+    prefill: PrefillAddress
+    lease_ttl: Seconds = 30.0
+    cache_salt: Salt = ""
+
+
+class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
+    """Router to either leg: this attempt is over. Idempotent; may overtake the message that opens the attempt."""
+
+    key: RequestKey
+    reason: Text = ""
+
+
+class StageTimes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where the time of one attempt went; each leg fills in what it saw. Durations in seconds.
+
+    Attributes:
+        prefill_queue: prefill's: arrival to first chunk.
+        prefill: prefill's: first chunk to first token.
+        cached_tokens: prefill's: prompt tokens skipped by its prefix cache.
+        reserve_wait: decode's: arrival to grant.
+        ship: time the transport spent on this request's spans.
+        handoff: end of the last chunk to commit, without the network's flight time.
+        decode_step: decode's: commit to its first token.
+        kv_blocks, kv_bytes: that crossed.
+        decode_cached_blocks: blocks decode already had and did not ask for.
+        transport: URI scheme the bytes went by.
+    """
+
+    prefill_queue: Seconds = 0.0
+    prefill: Seconds = 0.0
+    cached_tokens: Count = 0
+    reserve_wait: Seconds = 0.0
+    ship: Seconds = 0.0
+    handoff: Seconds = 0.0
+    decode_step: Seconds = 0.0
+    kv_blocks: Count = 0
+    kv_bytes: Count = 0
+    decode_cached_blocks: Count = 0
+    transport: Annotated[str, msgspec.Meta(max_length=32)] = ""
+
+
+class Tokens(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
+    """Either leg to router: output tokens.
+
+    Attributes:
+        start: index of the first of them in the request's whole output, over all attempts; a duplicate is known by it.
+        finish_reason: set with the last token. A stop token is sent, and counted, but is not part of the text.
+        times: set on prefill's one message and on decode's first.
+    """
+
+    key: RequestKey
+    start: Count
+    token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(min_length=1, max_length=4096)]
+    finish_reason: FinishReason | None = None
+    times: StageTimes | None = None
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    """Either leg to router: this attempt cannot go on here."""
+
+    key: RequestKey
+    error: ErrorInfo
+
+
+class Grant(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):
+    """Decode to prefill: write these blocks of mine.
+
+    Attributes:
+        router: who asked for the attempt.
+        first_block: logical index of the first wanted block of the sequence; earlier ones decode has.
+        blocks: destination block ids of logical blocks ``first_block ...``.
+        generations: each block's generation; a span for another generation is refused.
+        layout: of the destination pool.
+        address: where the receiver listens.
+        ticket: proves to the receiver that the sender was granted this.
+        ttl: seconds until the import expires.
+    """
+
+    key: RequestKey
+    first_block: Count
+    blocks: BlockIds
+    generations: Generations
+    layout: KVLayout
+    address: Address
+    ticket: Ticket
+    ttl: Seconds
+
+
+class Renew(msgspec.Struct, frozen=True, kw_only=True, tag="renew"):
+    """Decode to prefill: I am still here, keep the lease ``ttl`` seconds more."""
+
+    key: RequestKey
+    ttl: Seconds
+
+
+class Settle(msgspec.Struct, frozen=True, kw_only=True, tag="settle"):
+    """Decode to prefill: committed; close the lease."""
+
+    key: RequestKey
+
+
+class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
+    """Decode to prefill: I no longer want it; the ticket is void."""
+
+    key: RequestKey
+    error: ErrorInfo
+
+
+class Handover(msgspec.Struct, frozen=True, kw_only=True, tag="handover"):
+    """Prefill to decode: every wanted block is written; go on from here.
+
+    Attributes:
+        num_tokens: tokens whose KV was computed (the whole prompt).
+        next_token: the first token, drawn by prefill; its KV is decode's to compute.
+        blocks, nbytes: written under the grant; decode compares them with what landed.
+        ticket: of the grant that was answered.
+        ship, tail: seconds in the transport, and from the last chunk's end to this message.
+    """
+
+    key: RequestKey
+    num_tokens: Count
+    next_token: TokenId
+    blocks: Count
+    nbytes: Count
+    ticket: Ticket
+    ship: Seconds = 0.0
+    tail: Seconds = 0.0
+
+
+class Refuse(msgspec.Struct, frozen=True, kw_only=True, tag="refuse"):
+    """Prefill to decode: there is no such lease (any more); nothing further will be written under it."""
+
+    key: RequestKey
+    error: ErrorInfo
+
+
+Message = Heartbeat | Prefill | Reserve | Cancel | Tokens | Failed | Grant | Renew | Settle | Abort | Handover | Refuse
+"""Anything that may travel on the request plane."""
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """Who sent it, and what."""
+
+    sender: Peer
+    body: Message
+
+
+__all__ = [
+    "Abort",
+    "Cancel",
+    "Envelope",
+    "ErrorInfo",
+    "Failed",
+    "Grant",
+    "Handover",
+    "Heartbeat",
+    "Message",
+    "PoolCounts",
+    "Prefill",
+    "PrefillAddress",
+    "Refuse",
+    "Renew",
+    "Reserve",
+    "Settle",
+    "StageTimes",
+    "Tokens",
+    "WorkerId",
+    "WorkerLoad",
+    "WorkerProfile",
+]

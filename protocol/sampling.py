@@ -1,0 +1,70 @@
+"""How the next token is drawn. The router fills it in, both legs obey it, and it crosses the handoff."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from protocol.errors import InvalidRequest
+
+MAX_STOP_TOKEN_IDS = 64
+"""Most stop token ids one request may carry, end-of-sequence ids included."""
+
+FinishReason = Literal["stop", "length"]
+"""Why a request ended well."""
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling settings of one request.
+
+    The draw at output position ``i`` depends on ``(seed, i)`` and the logits alone, so the same request gives the
+    same text whatever the batch, the worker, the chunking or a failover.
+
+    Attributes:
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_p: smallest set of tokens whose probability reaches this is kept; 1 keeps all.
+        top_k: this many most likely tokens are kept; 0 keeps all.
+        seed: 63-bit; the router draws one where the client gave none.
+        max_tokens: output tokens at most, counted from the first of the whole request.
+        min_tokens: stop tokens are not drawn before this many output tokens.
+        stop_token_ids: the request ends when one of these is drawn (it is not part of the text).
+
+    Raises:
+        InvalidRequest: a value is outside its range; names the field and the value.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop_token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_STOP_TOKEN_IDS)] = ()
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("temperature", 0.0 <= self.temperature <= 100.0, "in [0, 100]"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]"),
+            ("top_k", 0 <= self.top_k < 1 << 31, "at least 0"),
+            ("seed", 0 <= self.seed < 1 << 63, "in [0, 2**63)"),
+            ("max_tokens", 1 <= self.max_tokens < 1 << 31, "at least 1"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "in [0, max_tokens]"),
+            ("stop_token_ids", len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, f"at most {MAX_STOP_TOKEN_IDS} ids"),
+        )
+        for name, valid, wanted in checks:
+            if not valid:
+                raise InvalidRequest(f"{name} must be {wanted}, got {getattr(self, name)!r}", field=name)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0.0
+
+    def finish_reason(self, token_id: int, produced: int) -> FinishReason | None:
+        """Why the request ends after ``token_id``, its ``produced``-th output token (counted from 1), or None."""
+        if token_id in self.stop_token_ids and produced > self.min_tokens:
+            return "stop"
+        return "length" if produced >= self.max_tokens else None
