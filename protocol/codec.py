@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from protocol.errors import MalformedFrame, VersionMismatch
+from protocol.errors import KVFerryError, MalformedFrame, VersionMismatch
 from protocol.ids import Peer
 from protocol.messages import Envelope, Message
 
@@ -53,5 +53,5 @@ def decode(frame: bytes | memoryview) -> Envelope:
         raise VersionMismatch(f"peer speaks wire version {head[2]}, this process speaks {VERSION}")
     try:
         return _decoder.decode(memoryview(frame)[len(HEADER) :])
-    except (msgspec.MsgspecError, ValueError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.MsgspecError, KVFerryError, ValueError, UnicodeDecodeError, RecursionError) as error:
         raise MalformedFrame(f"frame does not decode: {error}") from error

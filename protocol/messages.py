@@ -5,7 +5,7 @@ Who sends what::
     router -> prefill   Prefill, Cancel            prefill -> router   Tokens, Failed, Heartbeat
     router -> decode    Reserve, Cancel            decode  -> router   Tokens, Failed, Heartbeat
     decode -> prefill   Grant, Renew, Settle, Abort
-    prefill -> decode   Handover, Refuse
+    prefill -> decode   Handover, Refuse, Renew
 
 Times are durations in seconds: two hosts never compare clocks. A late message, known by its ``RequestKey`` and the
 sender's incarnation, changes nothing.
@@ -273,7 +273,11 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):
 
 
 class Renew(msgspec.Struct, frozen=True, kw_only=True, tag="renew"):
-    """Decode to prefill: I am still here, keep the lease ``ttl`` seconds more."""
+    """A sign of life that keeps a lease, or an import, ``ttl`` seconds more.
+
+    Decode sends it while the request waits for room and while its blocks land; prefill answers in kind as long as the
+    prompt is not computed, so that a long prefill queue does not let an import expire.
+    """
 
     key: RequestKey
     ttl: Seconds

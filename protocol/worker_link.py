@@ -1,0 +1,106 @@
+"""A worker's end of the request plane: one connection per router, heartbeats, and who asked for what.
+
+Life cycle: made, :meth:`WorkerLink.start` once, messages come to the callback and go out by :meth:`WorkerLink.send`,
+:meth:`WorkerLink.close` once. A router that starts again at the same address is seen by its new incarnation; what its
+former life had asked for is reported through ``on_router_lost``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+import zmq.asyncio
+
+from protocol.errors import ProtocolError
+from protocol.ids import Peer
+from protocol.messages import Heartbeat, Message
+from protocol.sockets import Spoke
+
+HEARTBEAT_INTERVAL = 0.5
+"""Seconds between two heartbeats of a worker."""
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerLink:
+    """The routers that a worker serves.
+
+    Args:
+        context: of the process's ZeroMQ sockets.
+        me: this worker's name and incarnation.
+        routers: hub endpoints of every router.
+        heartbeat: gives the current heartbeat.
+        on_message: called with ``(router, message)`` for each message.
+        on_router_lost: called with the former incarnation of a router that started again.
+    """
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        me: Peer,
+        routers: Iterable[str],
+        *,
+        heartbeat: Callable[[], Heartbeat],
+        on_message: Callable[[Peer, Message], None],
+        on_router_lost: Callable[[Peer], None],
+    ) -> None:
+        self._spokes = [Spoke(context, me, endpoint) for endpoint in routers]
+        self._heartbeat = heartbeat
+        self._on_message = on_message
+        self._on_router_lost = on_router_lost
+        self._peers: dict[Peer, Spoke] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self.malformed_frames = 0
+
+    def start(self) -> None:
+        """Begin to receive and to send heartbeats."""
+        for spoke in self._spokes:
+            self._tasks.append(asyncio.create_task(self._receive(spoke), name=f"router-link {spoke.endpoint}"))
+        self._tasks.append(asyncio.create_task(self._beat(), name="heartbeat"))
+
+    def send(self, router: Peer, message: Message) -> bool:
+        """Send to the router that asked; False when that life of it is over or it is too far behind."""
+        spoke = self._peers.get(router)
+        return spoke is not None and spoke.send(message)
+
+    def announce(self) -> None:
+        """Send a heartbeat to every router now."""
+        message = self._heartbeat()
+        for spoke in self._spokes:
+            spoke.send(message)
+
+    async def close(self) -> None:
+        """Stop and close every connection."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for spoke in self._spokes:
+            spoke.close()
+
+    async def _beat(self) -> None:
+        while True:
+            self.announce()
+            await asyncio.sleep(HEARTBEAT_INTERVAL)
+
+    async def _receive(self, spoke: Spoke) -> None:
+        while True:
+            try:
+                envelope = await spoke.receive()
+            except ProtocolError as error:
+                self.malformed_frames += 1
+                logger.warning("refused a frame from router at %s: %s", spoke.endpoint, error)
+                continue
+            self._learn(envelope.sender, spoke)
+            self._on_message(envelope.sender, envelope.body)
+
+    def _learn(self, router: Peer, spoke: Spoke) -> None:
+        if self._peers.get(router) is spoke:
+            return
+        former = [peer for peer, known in self._peers.items() if known is spoke]
+        self._peers[router] = spoke
+        for peer in former:
+            del self._peers[peer]
+            logger.warning("router %s started again as %s", peer, router)
+            self._on_router_lost(peer)

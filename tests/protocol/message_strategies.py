@@ -1,0 +1,159 @@
+"""Every message of the request plane, within its bounds."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from protocol.ids import Peer, RequestKey
+from protocol.layout import KVLayout
+from protocol.messages import (
+    Abort,
+    Cancel,
+    ErrorInfo,
+    Failed,
+    Grant,
+    Handover,
+    Heartbeat,
+    Message,
+    PoolCounts,
+    Prefill,
+    PrefillAddress,
+    Refuse,
+    Renew,
+    Reserve,
+    Settle,
+    StageTimes,
+    Tokens,
+    WorkerLoad,
+    WorkerProfile,
+)
+from protocol.sampling import SamplingParams
+
+_id_letters = "abcXYZ012_-"
+counts = st.integers(0, (1 << 62) - 1)
+token_ids = st.integers(0, (1 << 31) - 1)
+seconds = st.floats(0.0, 1e9)
+texts = st.text(st.characters(codec="utf-8"), max_size=40)
+addresses = st.text("abc:/.0", min_size=1, max_size=30)
+tickets = st.binary(min_size=16, max_size=16)
+token_lists = st.lists(token_ids, max_size=20).map(tuple)
+finish_reasons = st.sampled_from([None, "stop", "length"])
+
+keys = st.builds(RequestKey, st.text(_id_letters, min_size=1, max_size=64), st.integers(0, 1 << 16))
+peers = st.builds(Peer, st.text(_id_letters + ".", min_size=1, max_size=128), st.integers(0, (1 << 63) - 1))
+
+layouts = st.builds(
+    KVLayout,
+    num_layers=st.integers(1, 1 << 20),
+    kv_heads=st.integers(1, 1 << 20),
+    head_dim=st.integers(1, 1 << 20),
+    block_size=st.integers(1, 1 << 20),
+    dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
+    order=st.sampled_from(["HND", "NHD"]),
+    shard_index=st.just(0),
+    shard_count=st.integers(1, 1 << 20),
+)
+
+samplings = st.builds(
+    SamplingParams,
+    temperature=st.floats(0.0, 100.0),
+    top_p=st.floats(0.0, 1.0, exclude_min=True),
+    top_k=st.integers(0, (1 << 31) - 1),
+    seed=st.integers(0, (1 << 63) - 1),
+    max_tokens=st.integers(5, (1 << 31) - 1),
+    min_tokens=st.integers(0, 5),
+    stop_token_ids=st.lists(token_ids, max_size=64).map(tuple),
+)
+
+errors = st.builds(
+    ErrorInfo, code=st.text("abc_", max_size=64), message=texts, field=st.none() | st.text("abc", max_size=9)
+)
+pools = st.builds(PoolCounts, **dict.fromkeys(PoolCounts.__struct_fields__, counts))
+_load_counts = [name for name in WorkerLoad.__struct_fields__ if name not in ("pool", "draining")]
+loads = st.builds(
+    WorkerLoad,
+    pool=pools,
+    draining=st.booleans(),
+    **{name: seconds if name in ("step_seconds", "step_age", "kv_seconds") else counts for name in _load_counts},
+)
+profiles = st.builds(
+    WorkerProfile,
+    role=st.sampled_from(["prefill", "decode"]),
+    model=texts,
+    vocab_size=counts,
+    max_model_len=counts,
+    layout=layouts,
+    num_blocks=counts,
+    peer_endpoint=st.just("") | addresses,
+    kv_addresses=st.lists(addresses, max_size=8).map(tuple),
+    device=st.sampled_from(["cpu", "cuda:0"]),
+    pid=counts,
+)
+stage_times = st.builds(
+    StageTimes,
+    prefill_queue=seconds,
+    prefill=seconds,
+    cached_tokens=counts,
+    reserve_wait=seconds,
+    ship=seconds,
+    handoff=seconds,
+    decode_step=seconds,
+    kv_blocks=counts,
+    kv_bytes=counts,
+    decode_cached_blocks=counts,
+    transport=st.sampled_from(["", "tcp", "ucx"]),
+)
+
+_leg = {
+    "key": keys,
+    "token_ids": token_lists,
+    "emitted": counts,
+    "sampling": samplings,
+    "lease_ttl": seconds,
+    "cache_salt": st.text("salt", max_size=128),
+}
+
+MESSAGES: dict[type[Message], st.SearchStrategy[Message]] = {
+    Heartbeat: st.builds(Heartbeat, profile=profiles, load=loads),
+    Prefill: st.builds(Prefill, handoff=st.none() | peers, **_leg),
+    Reserve: st.builds(Reserve, prefill=st.builds(PrefillAddress, peer=peers, endpoint=addresses), **_leg),
+    Cancel: st.builds(Cancel, key=keys, reason=texts),
+    Tokens: st.builds(
+        Tokens,
+        key=keys,
+        start=counts,
+        token_ids=st.lists(token_ids, min_size=1, max_size=20).map(tuple),
+        finish_reason=finish_reasons,
+        times=st.none() | stage_times,
+    ),
+    Failed: st.builds(Failed, key=keys, error=errors),
+    Grant: st.builds(
+        Grant,
+        key=keys,
+        first_block=counts,
+        blocks=token_lists,
+        generations=st.lists(st.integers(0, (1 << 63) - 1), max_size=20).map(tuple),
+        layout=layouts,
+        address=addresses,
+        ticket=tickets,
+        ttl=seconds,
+    ),
+    Renew: st.builds(Renew, key=keys, ttl=seconds),
+    Settle: st.builds(Settle, key=keys),
+    Abort: st.builds(Abort, key=keys, error=errors),
+    Handover: st.builds(
+        Handover,
+        key=keys,
+        num_tokens=counts,
+        next_token=token_ids,
+        blocks=counts,
+        nbytes=counts,
+        ticket=tickets,
+        ship=seconds,
+        tail=seconds,
+    ),
+    Refuse: st.builds(Refuse, key=keys, error=errors),
+}
+"""A strategy for each kind of message."""
+
+messages = st.one_of(*MESSAGES.values())

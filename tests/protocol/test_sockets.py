@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from protocol.codec import MAX_FRAME_BYTES
+from protocol.errors import MalformedFrame, ProtocolError, VersionMismatch
+from protocol.ids import Peer, RequestKey
+from protocol.messages import Cancel, Prefill, Settle
+from protocol.sampling import SamplingParams
+from protocol.sockets import Hub, Spoke
+
+ROUTER, WORKER = Peer("router", 1), Peer("worker", 5)
+
+
+@pytest.fixture
+async def context() -> AsyncIterator[zmq.asyncio.Context]:
+    made = zmq.asyncio.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+@pytest.fixture
+async def hub(context: zmq.asyncio.Context) -> AsyncIterator[Hub]:
+    made = Hub(context, ROUTER, "tcp://127.0.0.1:0")
+    yield made
+    made.close()
+
+
+def settle(number: int) -> Settle:
+    return Settle(key=RequestKey("r", number))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 -- the other side's socket tells of no event
+            await asyncio.sleep(0.005)
+
+
+async def test_a_frame_goes_both_ways_in_order(context: zmq.asyncio.Context, hub: Hub) -> None:
+    spoke = Spoke(context, WORKER, hub.endpoint)
+    for number in range(100):
+        assert spoke.send(settle(number))
+    identities = set()
+    for number in range(100):
+        identity, envelope = await hub.receive()
+        identities.add(identity)
+        assert (envelope.sender, envelope.body) == (WORKER, settle(number))
+    assert identities == {str(WORKER).encode()}
+    assert hub.send(identity, settle(7))
+    envelope = await spoke.receive()
+    assert (envelope.sender, envelope.body) == (ROUTER, settle(7))
+    spoke.close()
+
+
+async def test_sending_to_nobody_says_so_at_once(hub: Hub) -> None:
+    assert not hub.send(b"nobody", settle(0))
+
+
+async def test_a_closed_spoke_is_noticed(context: zmq.asyncio.Context, hub: Hub) -> None:
+    spoke = Spoke(context, WORKER, hub.endpoint)
+    spoke.send(settle(0))
+    identity, _ = await hub.receive()
+    assert hub.send(identity, settle(1))
+    spoke.close()
+    await until(lambda: not hub.send(identity, settle(2)))
+
+
+async def test_a_spoke_that_connects_before_the_hub_is_there_is_heard(context: zmq.asyncio.Context) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    spoke = Spoke(context, WORKER, endpoint)
+    assert spoke.send(settle(3))
+    hub = Hub(context, ROUTER, endpoint)
+    async with asyncio.timeout(10):
+        _, envelope = await hub.receive()
+    assert envelope.body == settle(3)
+    hub.close()
+    spoke.close()
+
+
+async def test_a_spoke_finds_a_hub_that_was_restarted(context: zmq.asyncio.Context, hub: Hub) -> None:
+    spoke = Spoke(context, WORKER, hub.endpoint)
+    spoke.send(settle(0))
+    await hub.receive()
+    endpoint = hub.endpoint
+    hub.close()
+
+    def port_is_free() -> bool:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            return probe.connect_ex(("127.0.0.1", int(endpoint.rsplit(":", 1)[1]))) != 0
+
+    await until(port_is_free)
+    fresh = Hub(context, Peer("router", 2), endpoint)
+    heard = asyncio.create_task(fresh.receive())
+    await until(lambda: spoke.send(settle(1)) and heard.done())
+    assert heard.result()[1].sender == WORKER
+    fresh.close()
+    spoke.close()
+
+
+async def test_a_reconnecting_peer_takes_its_identity_over(context: zmq.asyncio.Context, hub: Hub) -> None:
+    first = Spoke(context, WORKER, hub.endpoint)
+    first.send(settle(0))
+    identity, _ = await hub.receive()
+    second = Spoke(context, WORKER, hub.endpoint)
+    second.send(settle(1))
+    assert (await hub.receive())[0] == identity
+    assert hub.send(identity, settle(2))
+    async with asyncio.timeout(10):
+        assert (await second.receive()).body == settle(2)
+    first.close()
+    second.close()
+
+
+async def test_a_bad_frame_raises_once_and_the_next_is_heard(context: zmq.asyncio.Context, hub: Hub) -> None:
+    raw = context.socket(zmq.DEALER)
+    raw.connect(hub.endpoint)
+    await raw.send(b"GET / HTTP/1.1")
+    await raw.send(b"KF\x09junk")
+    with pytest.raises(MalformedFrame):
+        await hub.receive()
+    with pytest.raises(VersionMismatch):
+        await hub.receive()
+    spoke = Spoke(context, WORKER, hub.endpoint)
+    spoke.send(settle(4))
+    assert (await hub.receive())[1].body == settle(4)
+    spoke.close()
+    raw.close(linger=0)
+
+
+async def test_a_frame_over_the_bound_never_arrives(context: zmq.asyncio.Context, hub: Hub) -> None:
+    raw = context.socket(zmq.DEALER)
+    raw.connect(hub.endpoint)
+    await raw.send(b"\x00" * (MAX_FRAME_BYTES + 1))
+    spoke = Spoke(context, WORKER, hub.endpoint)
+    spoke.send(settle(5))
+    async with asyncio.timeout(10):
+        assert (await hub.receive())[1].body == settle(5)
+    spoke.close()
+    raw.close(linger=0)
+
+
+async def test_sending_over_the_bound_is_refused_at_home(context: zmq.asyncio.Context, hub: Hub) -> None:
+    spoke = Spoke(context, WORKER, hub.endpoint)
+    huge = Prefill(key=RequestKey("r", 0), token_ids=(1 << 30,) * 4_000_000, sampling=SamplingParams(), handoff=None)
+    with pytest.raises(ProtocolError):
+        spoke.send(huge)
+    spoke.send(settle(6))
+    assert (await hub.receive())[1].body == settle(6)
+    spoke.close()
+
+
+async def test_a_peer_that_never_reads_does_not_block_the_sender(context: zmq.asyncio.Context, hub: Hub) -> None:
+    spoke = Spoke(context, WORKER, hub.endpoint)
+    spoke.send(settle(0))
+    identity, _ = await hub.receive()
+    body = Cancel(key=RequestKey("r", 0), reason="x" * 2000)
+    begun = time.monotonic()
+    accepted = sum(hub.send(identity, body) for _ in range(20_000))
+    assert accepted == 20_000
+    assert time.monotonic() - begun < 30
+    spoke.close()
