@@ -1,0 +1,60 @@
+"""What a model asks of an attention backend.
+
+Life cycle: one backend per runner; one plan per step, made from the batch and used by every layer of that step.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from engine.batch import FlatBatch
+from engine.kv_cache import TORCH_DTYPES
+from protocol.layout import KVLayout, Order
+
+
+class AttentionPlan(ABC):
+    """One step's attention: the indices and masks that all layers share."""
+
+    @abstractmethod
+    def store(self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+        """Write ``k`` and ``v`` [T, Hkv, D] of the step's tokens to their slots.
+
+        Args:
+            k: keys.
+            v: values.
+            k_cache: [num_blocks, *inner], strided, as :meth:`engine.kv_cache.KVCache.layer` gives it.
+            v_cache: like ``k_cache``.
+        """
+
+    @abstractmethod
+    def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float) -> torch.Tensor:
+        """Causal attention of ``q`` [T, Hq, D] over each sequence's own blocks, after :meth:`store`: [T, Hq, D]."""
+
+
+class AttentionBackend(ABC):
+    """Makes plans.
+
+    Args:
+        layout: of the cache; queries have its dtype.
+        device: where they lie.
+
+    Raises:
+        ConfigError: this backend does not serve ``layout`` or ``device``.
+    """
+
+    def __init__(self, layout: KVLayout, device: torch.device) -> None:
+        self.order: Order = layout.order
+        self.block_size = layout.block_size
+        self.dtype = TORCH_DTYPES[layout.dtype]
+        self.device = device
+
+    @abstractmethod
+    def plan(self, batch: FlatBatch) -> AttentionPlan:
+        """The plan of one step."""
+
+
+def by_token(cache: torch.Tensor, order: Order) -> torch.Tensor:
+    """A layer's cache as ``[num_blocks, block_size, kv_heads, head_dim]``, whatever its order; a view."""
+    return cache if order == "NHD" else cache.transpose(1, 2)

@@ -1,0 +1,307 @@
+"""Who holds which block of the KV pool: pure bookkeeping, no memory.
+
+Life of a block: FREE, taken by a block table (ACTIVE) or by an import (IMPORTING); shared by further tables and by
+leases (EXPORTED); a full one is sealed, so that it is found by its hash, and immutable from then on; when its last
+holder lets go it is CACHED (sealed) or FREE. A hold that the transport may still act on when its lease or import ends
+moves to quarantine (DRAINING) and is released once the channel is quiet. A block's state is that of its strongest
+holder.
+
+Nothing here is thread-safe: one event loop owns the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+
+from engine.block_state import STATE_OF_HOLDER, BlockState, HolderKind, Owner
+from engine.free_runs import FreeRuns
+from engine.prefix_index import BlockHash, PrefixIndex
+from protocol.errors import ConfigError, InvariantViolation, PoolExhausted
+from protocol.layout import PADDING_BLOCK
+from protocol.messages import PoolCounts
+
+__all__ = ["BlockPool", "BlockState", "HolderKind", "Owner"]
+
+_ALLOCATES = frozenset({HolderKind.TABLE, HolderKind.IMPORT})
+_SHARES = frozenset({HolderKind.TABLE, HolderKind.LEASE})
+_MOVES = frozenset(
+    {
+        (HolderKind.IMPORT, HolderKind.TABLE),
+        (HolderKind.IMPORT, HolderKind.QUARANTINE),
+        (HolderKind.LEASE, HolderKind.QUARANTINE),
+    }
+)
+
+
+class BlockPool:
+    """Holds on ``num_blocks`` blocks of ``block_size`` tokens; block 0 is reserved for padding.
+
+    A call that raises changes nothing.
+
+    Attributes:
+        num_blocks: blocks in the pool, the reserved one included.
+        block_size: tokens per block.
+        prefix_cache: whether sealed blocks stay findable.
+
+    Raises:
+        ConfigError: a value is outside its range.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, prefix_cache: bool = True) -> None:
+        if num_blocks < 2:
+            raise ConfigError(f"num_blocks must be at least 2 (one is reserved), got {num_blocks}", field="num_blocks")
+        if block_size < 1:
+            raise ConfigError(f"block_size must be at least 1, got {block_size}", field="block_size")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.prefix_cache = prefix_cache
+        self._free = FreeRuns(PADDING_BLOCK + 1, num_blocks)
+        self._index = PrefixIndex()
+        self._holdings: dict[Owner, dict[int, None]] = {}
+        self._holders = [[0] * len(HolderKind) for _ in range(num_blocks)]
+        self._generations = [0] * num_blocks
+        self._states = [BlockState.FREE] * num_blocks
+        self._states[PADDING_BLOCK] = BlockState.RESERVED
+        self._totals = dict.fromkeys(BlockState, 0)
+        self._totals[BlockState.RESERVED] = 1
+        self._totals[BlockState.FREE] = num_blocks - 1
+        # In quarantine after an import: the transport may still write there, so nobody may share it.
+        self._tainted: set[int] = set()
+
+    @property
+    def available(self) -> int:
+        """Blocks that :meth:`allocate` could give now: the free and the evictable."""
+        return len(self._free) + self._index.parked
+
+    def allocate(self, owner: Owner, n: int) -> list[int]:
+        """Take ``n`` blocks for ``owner``, in as few runs of adjacent ids as can be had, and bump their generations.
+
+        Free blocks go first, then the cached ones that were released longest ago.
+
+        Raises:
+            PoolExhausted: fewer than ``n`` are available; none was taken.
+            InvariantViolation: ``owner`` is not a table or an import, or ``n`` is negative.
+        """
+        if owner.kind not in _ALLOCATES or n < 0:
+            raise InvariantViolation(f"{owner} cannot allocate {n} blocks")
+        if n > self.available:
+            raise PoolExhausted(f"{owner} wants {n} blocks, {self.available} of {self.num_blocks} are available")
+        if n == 0:
+            return []
+        while len(self._free) < n:
+            self._settle(self._index.evict())
+        held = self._holdings.setdefault(owner, {})
+        taken = self._free.take(n, after=next(reversed(held), None))
+        for block in taken:
+            self._generations[block] += 1
+            self._holders[block][owner.kind] = 1
+            self._settle(block)
+        held.update(dict.fromkeys(taken))
+        return taken
+
+    def share(self, owner: Owner, blocks: Sequence[int]) -> None:
+        """Add a hold of ``owner`` on blocks that are held or cached.
+
+        Raises:
+            InvariantViolation: ``owner`` is not a table or a lease, or holds one of them already; or a block is free,
+                reserved, or one that the transport may write.
+        """
+        if owner.kind not in _SHARES:
+            raise InvariantViolation(f"{owner} cannot share blocks")
+        self._check_distinct(blocks)
+        held = self._holdings.get(owner, {})
+        for block in blocks:
+            if block in held:
+                raise InvariantViolation(f"{owner} already holds block {block}")
+            state = self._states[block]
+            if state in (BlockState.FREE, BlockState.IMPORTING) or block in self._tainted:
+                raise InvariantViolation(f"{owner} cannot share {self._describe(block)}")
+        for block in blocks:
+            self._holders[block][owner.kind] += 1
+            self._settle(block)
+        if blocks:
+            self._holdings.setdefault(owner, held).update(dict.fromkeys(blocks))
+
+    def release(self, owner: Owner, blocks: Sequence[int]) -> None:
+        """Drop the holds of ``owner``; a block with no holder left is cached when sealed, else free.
+
+        Give the blocks in the sequence's order: the later ones are then evicted before those they build on.
+
+        Raises:
+            InvariantViolation: ``owner`` does not hold one of them.
+        """
+        self._check_held(owner, blocks)
+        self._drop(owner, blocks)
+        for block in reversed(blocks):
+            self._settle(block)
+
+    def move(self, source: Owner, target: Owner, blocks: Sequence[int]) -> None:
+        """Change the holds of ``source`` into holds of ``target``.
+
+        An import moves to a table (commit) or to quarantine, a lease to quarantine.
+
+        Raises:
+            InvariantViolation: any other pair of kinds, ``source`` does not hold one of them, or ``target`` does.
+        """
+        if (source.kind, target.kind) not in _MOVES:
+            raise InvariantViolation(f"holds cannot move from {source} to {target}")
+        self._check_held(source, blocks)
+        held = self._holdings.get(target, {})
+        for block in blocks:
+            if block in held:
+                raise InvariantViolation(f"{target} already holds block {block}")
+        if not blocks:
+            return
+        self._drop(source, blocks)
+        if (source.kind, target.kind) == (HolderKind.IMPORT, HolderKind.QUARANTINE):
+            self._tainted.update(blocks)
+        for block in blocks:
+            self._holders[block][target.kind] += 1
+            self._settle(block)
+        self._holdings.setdefault(target, held).update(dict.fromkeys(blocks))
+
+    def holdings(self, owner: Owner) -> list[int]:
+        """The blocks ``owner`` holds, in the order it got them."""
+        return list(self._holdings.get(owner, ()))
+
+    def release_all(self, owner: Owner) -> list[int]:
+        """Drop every hold of ``owner`` and return the blocks; an unknown owner holds none."""
+        blocks = self.holdings(owner)
+        self.release(owner, blocks)
+        return blocks
+
+    def move_all(self, source: Owner, target: Owner) -> list[int]:
+        """As :meth:`move`, for every hold of ``source``; returns the blocks."""
+        blocks = self.holdings(source)
+        self.move(source, target, blocks)
+        return blocks
+
+    def seal(self, block: int, block_hash: BlockHash) -> None:
+        """A full block: immutable from now on, and findable under ``block_hash``.
+
+        Where another block already stands for the hash, that one keeps it and nothing changes.
+
+        Raises:
+            InvariantViolation: nobody holds it, the transport may write it, or it is sealed under another hash.
+        """
+        self._check_distinct((block,))
+        if self._states[block] not in (BlockState.ACTIVE, BlockState.EXPORTED):
+            raise InvariantViolation(f"cannot seal {self._describe(block)}")
+        if self.prefix_cache:
+            self._index.insert(block, block_hash)
+
+    def match(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """Blocks of the longest indexed prefix of the chain; takes no hold and leaves the LRU order alone."""
+        return self._index.find(hashes)
+
+    def generation(self, block: int) -> int:
+        """How often ``block`` was allocated."""
+        return self._generations[block]
+
+    def state(self, block: int) -> BlockState:
+        """The state of ``block``, that of its strongest holder."""
+        return self._states[block]
+
+    def counts(self) -> PoolCounts:
+        """Blocks by state."""
+        totals = self._totals
+        return PoolCounts(
+            free=totals[BlockState.FREE],
+            active=totals[BlockState.ACTIVE],
+            cached=totals[BlockState.CACHED],
+            exported=totals[BlockState.EXPORTED],
+            importing=totals[BlockState.IMPORTING],
+            draining=totals[BlockState.DRAINING],
+            reserved=totals[BlockState.RESERVED],
+            total=self.num_blocks,
+        )
+
+    def check_integrity(self) -> None:
+        """Recount everything from the owners' holdings.
+
+        Raises:
+            InvariantViolation: names the block and its holders.
+        """
+        counted = [[0] * len(HolderKind) for _ in range(self.num_blocks)]
+        for owner, blocks in self._holdings.items():
+            if not blocks:
+                raise InvariantViolation(f"{owner} holds nothing, but is kept")
+            for block in blocks:
+                counted[block][owner.kind] += 1
+        self._free.check_integrity()
+        self._index.check_integrity()
+        free = {block for start, stop in self._free.runs() for block in range(start, stop)}
+        totals = dict.fromkeys(BlockState, 0)
+        for block, state in enumerate(self._states):
+            totals[state] += 1
+            if fault := self._fault(block, counted[block], block in free):
+                raise InvariantViolation(f"{self._describe(block)}: {fault}")
+        if totals != self._totals:
+            raise InvariantViolation(f"blocks by state are {totals}, counted as {self._totals}")
+
+    def _fault(self, block: int, counted: list[int], free: bool) -> str | None:
+        state, idle = self._states[block], not any(counted)
+        if counted != self._holders[block]:
+            return f"holders by kind are {counted}, counted as {self._holders[block]}"
+        if block == PADDING_BLOCK:
+            return None if idle and not free and state is BlockState.RESERVED else "the padding block is in use"
+        exclusive = bool(counted[HolderKind.IMPORT]) or block in self._tainted
+        checks = (
+            (state is self._derive(block), "not the state of its strongest holder"),
+            ((state is BlockState.FREE) == free, "free and not in a free run, or the other way round"),
+            ((state is BlockState.CACHED) == self._index.is_parked(block), "cached and not parked, or the other way"),
+            (not (exclusive and sum(counted) != 1), "writable by the transport and shared"),
+            (not (exclusive and block in self._index), "writable by the transport and sealed"),
+            (not (free and block in self._index), "free and sealed"),
+        )
+        return next((fault for good, fault in checks if not good), None)
+
+    def _derive(self, block: int) -> BlockState:
+        holders = self._holders[block]
+        for kind in reversed(HolderKind):
+            if holders[kind]:
+                return STATE_OF_HOLDER[kind]
+        return BlockState.CACHED if block in self._index else BlockState.FREE
+
+    def _settle(self, block: int) -> None:
+        before, after = self._states[block], self._derive(block)
+        if before is after:
+            return
+        self._states[block] = after
+        self._totals[before] -= 1
+        self._totals[after] += 1
+        if after is BlockState.CACHED:
+            self._index.park(block)
+        elif after is BlockState.FREE:
+            self._tainted.discard(block)
+            self._free.add(block)
+        elif before is BlockState.CACHED:
+            self._index.unpark(block)
+
+    def _drop(self, owner: Owner, blocks: Sequence[int]) -> None:
+        if not blocks:
+            return
+        held = self._holdings[owner]
+        for block in blocks:
+            del held[block]
+            self._holders[block][owner.kind] -= 1
+        if not held:
+            del self._holdings[owner]
+
+    def _check_distinct(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            if not PADDING_BLOCK < block < self.num_blocks:
+                raise InvariantViolation(f"block {block} is reserved or outside the pool of {self.num_blocks}")
+        if len(set(blocks)) != len(blocks):
+            raise InvariantViolation(f"a block is named twice in {list(blocks)}")
+
+    def _check_held(self, owner: Owner, blocks: Sequence[int]) -> None:
+        self._check_distinct(blocks)
+        held: Container[int] = self._holdings.get(owner, ())
+        for block in blocks:
+            if block not in held:
+                raise InvariantViolation(f"{owner} does not hold {self._describe(block)}")
+
+    def _describe(self, block: int) -> str:
+        holders = sorted(str(owner) for owner, blocks in self._holdings.items() if block in blocks)
+        return f"{self._states[block].value} block {block} (held by {', '.join(holders) or 'nobody'})"

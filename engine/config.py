@@ -1,0 +1,85 @@
+"""Settings of one engine: which model, in which precision, where, and how large a pool."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from protocol.errors import ConfigError
+from protocol.layout import ITEMSIZE, CacheDtype, Order
+
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+_LIMIT = 1 << 31
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine; never changed after construction.
+
+    Attributes:
+        model: path of a Hugging Face model directory.
+        dtype: of weights, activations and KV cache; ``auto`` is bfloat16 where the device computes in it, else float32.
+        device: ``auto`` is the first CUDA device, or the CPU where there is none.
+        block_size: tokens per block.
+        order: inner order of a block.
+        num_blocks: blocks of the pool, the reserved block 0 included.
+        max_model_len: prompt plus output tokens of one sequence at most; None is what model and pool allow.
+        max_batch_tokens: prompt tokens that one step computes at most.
+        max_sequences: sequences in one step at most.
+        attention: a registered attention backend; ``auto`` fits the device.
+        threads: CPU threads of the forward pass; None leaves torch's own choice.
+        prefix_cache: whether full blocks are kept for later requests with the same prefix.
+
+    Raises:
+        ConfigError: a value is outside its range; names the field and the value.
+    """
+
+    model: str
+    dtype: Literal["auto"] | CacheDtype = "auto"
+    device: str = "auto"
+    block_size: int = 16
+    order: Order = "NHD"
+    num_blocks: int = 2048
+    max_model_len: int | None = None
+    max_batch_tokens: int = 512
+    max_sequences: int = 64
+    attention: str = "auto"
+    threads: int | None = None
+    prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ConfigError(f"model must be a path, got {self.model!r}", field="model")
+        self._check_choice("dtype", ("auto", *sorted(ITEMSIZE)))
+        self._check_choice("order", ("HND", "NHD"))
+        if not _DEVICE.fullmatch(self.device):
+            raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}", field="device")
+        if not self.attention:
+            raise ConfigError(f"attention must be a name, got {self.attention!r}", field="attention")
+        for name, least in (("block_size", 1), ("num_blocks", 2), ("max_batch_tokens", 1), ("max_sequences", 1)):
+            self._check_count(name, least)
+        for name in ("max_model_len", "threads"):
+            if getattr(self, name) is not None:
+                self._check_count(name, 1)
+        if self.max_model_len is not None and self.max_model_len > self.pool_tokens:
+            raise ConfigError(
+                f"max_model_len {self.max_model_len} does not fit num_blocks {self.num_blocks}: "
+                f"{self.num_blocks - 1} usable blocks of {self.block_size} hold {self.pool_tokens} tokens",
+                field="max_model_len",
+            )
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens that the whole pool holds, without the reserved block."""
+        return (self.num_blocks - 1) * self.block_size
+
+    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value not in choices:
+            raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}", field=name)
+
+    def _check_count(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if type(value) is not int or not least <= value < _LIMIT:
+            raise ConfigError(f"{name} must be a whole number, {least} or more, got {value!r}", field=name)

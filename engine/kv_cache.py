@@ -1,0 +1,73 @@
+"""The memory of a paged KV cache: one allocation, block-major.
+
+Life cycle: allocated, zeroed and page-touched at construction, so that a transport may register it; the same address
+until it is dropped. Who may touch which block is the pool's business, not this class's.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from protocol.errors import ConfigError, EngineFailure
+from protocol.layout import CacheDtype, KVLayout
+
+TORCH_DTYPES: dict[CacheDtype, torch.dtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+"""Element types by the names that a layout uses."""
+
+
+class KVCache:
+    """K and V of every layer, in blocks.
+
+    Attributes:
+        layout: geometry.
+        num_blocks: blocks, the reserved block 0 included.
+        tensor: ``[num_blocks, num_layers, 2, *layout.inner_shape()]``.
+
+    Raises:
+        ConfigError: ``num_blocks`` is less than 2.
+        EngineFailure: the device has not enough memory.
+    """
+
+    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device | str = "cpu") -> None:
+        if num_blocks < 2:
+            raise ConfigError(f"num_blocks must be at least 2, got {num_blocks}", field="num_blocks")
+        self.layout = layout
+        self.num_blocks = num_blocks
+        try:
+            # Not torch.zeros: that leaves the pages to be faulted in later, one by one, by whoever writes first.
+            self.tensor = torch.empty(
+                layout.pool_shape(num_blocks), dtype=TORCH_DTYPES[layout.dtype], device=device
+            ).zero_()
+        except RuntimeError as error:
+            raise EngineFailure(
+                f"cannot allocate num_blocks {num_blocks}, {layout.pool_bytes(num_blocks)} bytes on {device}: {error}"
+            ) from error
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of one layer: strided views ``[num_blocks, *layout.inner_shape()]``."""
+        both = self.tensor[:, index]
+        return both[:, 0], both[:, 1]
+
+    def memory(self) -> memoryview:
+        """The whole pool as writable bytes; valid as long as the view lives.
+
+        Raises:
+            EngineFailure: the pool is not in host memory.
+        """
+        if self.tensor.device.type != "cpu":
+            raise EngineFailure(f"the KV cache is on {self.tensor.device}, not in host memory")
+        return self.tensor.view(torch.uint8).view(-1).numpy().data
+
+    @property
+    def data_ptr(self) -> int:
+        """Address of the first byte."""
+        return self.tensor.data_ptr()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole pool."""
+        return self.tensor.nbytes

@@ -1,0 +1,45 @@
+"""What the runner asks of a model family.
+
+Life cycle: made empty on its device, filled through :meth:`Model.destinations`, sealed once by :meth:`Model.seal`, then
+called any number of times.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from engine.attention.backend import AttentionPlan
+from engine.kv_cache import KVCache
+from engine.models.config import ModelConfig
+
+
+class Model(ABC):
+    """A decoder-only transformer over a paged KV cache."""
+
+    @abstractmethod
+    def __init__(self, config: ModelConfig, *, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate the weights, without values."""
+
+    @abstractmethod
+    def destinations(self) -> dict[str, torch.Tensor]:
+        """Checkpoint tensor name to the tensor that it fills."""
+
+    @abstractmethod
+    def ignores(self, name: str) -> bool:
+        """Whether a checkpoint tensor that has no destination is harmless."""
+
+    @abstractmethod
+    def seal(self) -> None:
+        """Bring filled weights into the form that computes fastest; :meth:`destinations` is void after it."""
+
+    @abstractmethod
+    def hidden(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionPlan, cache: KVCache
+    ) -> torch.Tensor:
+        """Last hidden states, [T, hidden], of int64 ``token_ids`` [T] at ``positions`` [T]; stores their K and V."""
+
+    @abstractmethod
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [N, vocab] of hidden states [N, hidden]."""

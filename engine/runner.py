@@ -1,0 +1,200 @@
+"""Loads a model and runs its forward steps.
+
+Life cycle: :meth:`ModelRunner.load`, :meth:`ModelRunner.warm_up` once, :meth:`ModelRunner.execute` per step. Blocking,
+and for one thread at a time; which blocks a chunk may name is the caller's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from engine.attention import create_backend
+from engine.attention.backend import AttentionBackend
+from engine.batch import BatchLimits, Chunk, flatten
+from engine.checkpoint import Progress, load_weights
+from engine.config import EngineConfig
+from engine.kv_cache import TORCH_DTYPES, KVCache
+from engine.models import family
+from engine.models.config import ModelConfig
+from engine.models.model import Model
+from engine.sampler import sample
+from protocol.errors import ConfigError, EngineFailure
+from protocol.layout import PADDING_BLOCK, CacheDtype, KVLayout
+from protocol.sampling import SamplingParams
+
+_BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16")
+
+
+class ModelRunner:
+    """A loaded model and its KV cache.
+
+    Attributes:
+        config: settings.
+        model_config: geometry of the model.
+        layout: geometry of the cache.
+        num_blocks: blocks of the cache, block 0 included.
+        cache: K and V.
+        vocab_size: token ids lie below this.
+        max_model_len: prompt plus output tokens of one sequence at most.
+        device: where model and cache are.
+    """
+
+    def __init__(
+        self, config: EngineConfig, model_config: ModelConfig, model: Model, backend: AttentionBackend, cache: KVCache
+    ) -> None:
+        self.config = config
+        self.model_config = model_config
+        self.layout = cache.layout
+        self.num_blocks = cache.num_blocks
+        self.cache = cache
+        self.vocab_size = model_config.vocab_size
+        self.max_model_len = resolve_max_model_len(config, model_config)
+        self.device = backend.device
+        self._model = model
+        self._backend = backend
+        self._limits = BatchLimits(
+            block_size=self.layout.block_size,
+            num_blocks=self.num_blocks,
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+        )
+
+    @classmethod
+    def load(cls, config: EngineConfig, progress: Progress | None = None) -> ModelRunner:
+        """Read the checkpoint and allocate the cache; sets torch's thread count where ``config`` names one.
+
+        Raises:
+            ConfigError: a setting does not fit the model or the device.
+            ModelError: the checkpoint cannot be served.
+            EngineFailure: torch raised, mostly for want of memory.
+        """
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        directory = Path(config.model)
+        model_config = ModelConfig.read(directory)
+        build = family(model_config.architecture)
+        max_model_len = resolve_max_model_len(config, model_config)
+        device = resolve_device(config.device)
+        dtype = resolve_dtype(config, device)
+        layout = KVLayout(
+            num_layers=model_config.num_layers,
+            kv_heads=model_config.kv_heads,
+            head_dim=model_config.head_dim,
+            block_size=config.block_size,
+            dtype=dtype,
+            order=config.order,
+        )
+        backend = create_backend(config.attention, layout, device)
+        with _mapped(f"loading {directory}"):
+            cache = KVCache(layout, config.num_blocks, device)
+            model = build(model_config, max_model_len=max_model_len, dtype=TORCH_DTYPES[dtype], device=device)
+            load_weights(directory, model.destinations(), ignored=model.ignores, progress=progress)
+            model.seal()
+        return cls(config, model_config, model, backend, cache)
+
+    def execute(self, chunks: Sequence[Chunk]) -> list[int | None]:
+        """One forward step of all ``chunks``; stores their K and V.
+
+        Returns:
+            The drawn token of each chunk, None where it wants none.
+
+        Raises:
+            InvariantViolation: a chunk names what is not there; nothing was stored.
+            EngineFailure: torch raised, or the logits are not finite.
+        """
+        drawing = [
+            (row, chunk.sampling, chunk.position) for row, chunk in enumerate(chunks) if chunk.sampling is not None
+        ]
+        tokens: list[int | None] = [None] * len(chunks)
+        logits = self.logits(chunks)
+        if drawing:
+            rows, sampling, positions = zip(*drawing, strict=True)
+            with _mapped(f"drawing {len(rows)} tokens"):
+                drawn = sample(logits, sampling, positions)
+            for row, token in zip(rows, drawn, strict=True):
+                tokens[row] = token
+        return tokens
+
+    def logits(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """The forward pass of :meth:`execute` without the draw.
+
+        Returns:
+            [N, vocab], after the last token of each chunk that wants a draw, in order.
+
+        Raises:
+            InvariantViolation: a chunk names what is not there; nothing was stored.
+            EngineFailure: torch raised.
+        """
+        batch = flatten(chunks, self._limits)
+        with _mapped(f"a step of {len(batch.token_ids)} tokens"), torch.inference_mode():
+            hidden = self._model.hidden(
+                torch.from_numpy(batch.token_ids).to(self.device),
+                torch.from_numpy(batch.positions).to(self.device),
+                self._backend.plan(batch),
+                self.cache,
+            )
+            return self._model.logits(hidden[torch.from_numpy(batch.logits_indices).to(self.device)])
+
+    def warm_up(self) -> None:
+        """Run the largest prompt chunk and a full batch of decodes, in the padding block; no other block changes."""
+        count = min(self.config.max_batch_tokens, self.max_model_len)
+        table = [PADDING_BLOCK] * self.layout.blocks_for(count)
+        greedy = SamplingParams(temperature=0.0)
+        self.execute([Chunk([0] * count, 0, table, greedy)])
+        self.execute([Chunk([0], 0, table, greedy)] * self.config.max_sequences)
+
+
+@contextmanager
+def _mapped(what: str) -> Iterator[None]:
+    """Turn what torch raises (a RuntimeError, out of memory included) into EngineFailure."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise EngineFailure(f"{what} failed: {error}") from error
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device that ``name`` stands for.
+
+    Raises:
+        ConfigError: this process has no such device.
+    """
+    available = torch.cuda.is_available()
+    if name == "auto":
+        return torch.device("cuda:0" if available else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda":
+        if not available or (device.index or 0) >= torch.cuda.device_count():
+            raise ConfigError(f"device {name!r} is not there", field="device")
+        return torch.device("cuda", device.index or 0)
+    return device
+
+
+def resolve_dtype(config: EngineConfig, device: torch.device) -> CacheDtype:
+    """The element type that ``config.dtype`` stands for on ``device``."""
+    if config.dtype != "auto":
+        return config.dtype
+    if device.type == "cuda":
+        return "bfloat16"
+    capabilities = torch.cpu.get_capabilities()
+    return "bfloat16" if any(capabilities.get(name) for name in _BF16_INSTRUCTIONS) else "float32"
+
+
+def resolve_max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
+    """Tokens of one sequence at most.
+
+    Raises:
+        ConfigError: ``config`` asks for more than the model knows positions for.
+    """
+    if config.max_model_len is None:
+        return min(model_config.max_positions, config.pool_tokens)
+    if config.max_model_len > model_config.max_positions:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} is above the model's {model_config.max_positions} positions",
+            field="max_model_len",
+        )
+    return config.max_model_len

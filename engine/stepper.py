@@ -1,0 +1,54 @@
+"""One thread that runs forward steps, awaited from the event loop.
+
+Life cycle: made around a loaded runner, :meth:`Stepper.execute` one call at a time, :meth:`Stepper.close` once. Block
+tables, pools and queues stay with the event loop's thread; only tensors are touched here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from engine.batch import Chunk
+from engine.runner import ModelRunner
+
+
+class Stepper:
+    """Runs a :class:`ModelRunner` in its own thread and keeps the time.
+
+    Attributes:
+        steps: forward steps finished.
+        step_seconds: time spent in them.
+    """
+
+    def __init__(self, runner: ModelRunner, executor: ThreadPoolExecutor) -> None:
+        self.runner = runner
+        self.steps = 0
+        self.step_seconds = 0.0
+        self._executor = executor
+        self._entered: float | None = None
+
+    @property
+    def age(self) -> float:
+        """Seconds that the step now running has taken; 0 between steps. A wedged engine shows here."""
+        return 0.0 if self._entered is None else time.monotonic() - self._entered
+
+    async def execute(self, chunks: Sequence[Chunk]) -> list[int | None]:
+        """One forward step of the whole batch; see :meth:`ModelRunner.execute`.
+
+        Raises:
+            EngineFailure: the step raised.
+        """
+        self._entered = time.monotonic()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._executor, self.runner.execute, chunks)
+        finally:
+            self.steps += 1
+            self.step_seconds += time.monotonic() - self._entered
+            self._entered = None
+
+    def close(self) -> None:
+        """Wait for the step under way and end the thread."""
+        self._executor.shutdown(wait=True)

@@ -1,0 +1,42 @@
+"""Compares the triton backend with the reference; run by test_attention_backends with TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.attention.reference import ReferenceAttention
+from engine.attention.triton import TritonAttention
+from engine.batch import BatchLimits, Chunk, flatten
+from engine.kv_cache import KVCache
+from protocol.errors import ConfigError
+from protocol.layout import KVLayout, Order
+
+CPU = torch.device("cpu")
+CHUNKS = [Chunk([0], 5, [7]), Chunk([0] * 3, 6, [3, 9]), Chunk([0], 17, [2, 8, 4]), Chunk([0] * 9, 0, [5, 1])]
+
+
+def compare(order: Order) -> None:
+    layout = KVLayout(num_layers=2, kv_heads=2, head_dim=64, block_size=8, dtype="float32", order=order)
+    batch = flatten(CHUNKS, BatchLimits(8, 12, 1, 100))
+    tokens = len(batch.token_ids)
+    q, k, v = torch.randn(tokens, 6, 64), torch.randn(tokens, 2, 64), torch.randn(tokens, 2, 64)
+    context = torch.randn(layout.pool_shape(12))
+    outs = []
+    for backend in (ReferenceAttention(layout, CPU), TritonAttention(layout, CPU)):
+        cache = KVCache(layout, 12)
+        cache.tensor.copy_(context)
+        plan = backend.plan(batch)
+        plan.store(k, v, *cache.layer(1))
+        outs.append((plan.forward(q, *cache.layer(1), 0.125), cache.tensor))
+    torch.testing.assert_close(outs[1][0], outs[0][0], rtol=1e-5, atol=1e-5)
+    assert torch.equal(outs[1][1], outs[0][1])
+    print(order)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    compare("NHD")
+    compare("HND")
+    with pytest.raises(ConfigError, match="head_dim"):
+        TritonAttention(KVLayout(num_layers=1, kv_heads=1, head_dim=48, block_size=8), CPU)

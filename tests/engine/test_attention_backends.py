@@ -1,0 +1,117 @@
+"""The sdpa backend equals the float64 reference, for any batch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.attention import create_backend
+from engine.attention.sdpa import group_by_length
+from engine.batch import BatchLimits, Chunk, FlatBatch, flatten
+from engine.kv_cache import KVCache
+from protocol.errors import ConfigError
+from protocol.layout import KVLayout, Order
+
+CPU = torch.device("cpu")
+NUM_BLOCKS = 128
+
+
+@st.composite
+def chunk_shapes(draw: st.DrawFn) -> list[tuple[int, int]]:
+    """(tokens in the cache, tokens to compute) of each sequence."""
+    shape = st.tuples(st.integers(0, 70), st.one_of(st.just(1), st.integers(1, 20)))
+    return draw(st.lists(shape, min_size=1, max_size=6))
+
+
+def scattered(shapes: list[tuple[int, int]], block_size: int, seed: int) -> FlatBatch:
+    blocks = iter(np.random.default_rng(seed).permutation(np.arange(1, NUM_BLOCKS)).tolist())
+    chunks = []
+    for start, count in shapes:
+        table = [next(blocks) for _ in range(-(-(start + count) // block_size))]
+        chunks.append(Chunk([0] * count, start, table))
+    return flatten(chunks, BatchLimits(block_size, NUM_BLOCKS, 1, 1 << 20))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shapes=chunk_shapes(),
+    heads=st.sampled_from([(1, 1), (2, 1), (3, 3), (6, 2), (8, 1)]),
+    block_size=st.sampled_from([4, 8, 16]),
+    order=st.sampled_from(["NHD", "HND"]),
+    head_dim=st.sampled_from([8, 20, 64]),
+    seed=st.integers(0, 1 << 16),
+)
+def test_sdpa_equals_reference(
+    shapes: list[tuple[int, int]], heads: tuple[int, int], block_size: int, order: Order, head_dim: int, seed: int
+) -> None:
+    query_heads, kv_heads = heads
+    batch = scattered(shapes, block_size, seed)
+    layout = KVLayout(
+        num_layers=2, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, dtype="float32", order=order
+    )
+    generator = torch.Generator().manual_seed(seed)
+    context = torch.randn(NUM_BLOCKS * block_size, 2, kv_heads, head_dim, generator=generator)
+    q = torch.randn(len(batch.token_ids), query_heads, head_dim, generator=generator)
+    k = torch.randn(len(batch.token_ids), kv_heads, head_dim, generator=generator)
+    v = torch.randn(len(batch.token_ids), kv_heads, head_dim, generator=generator)
+    outs, pools = [], []
+    for name in ("reference", "sdpa"):
+        cache = KVCache(layout, NUM_BLOCKS)
+        cache.tensor.fill_(torch.nan)
+        k_cache, v_cache = cache.layer(1)
+        for row, (start, _) in enumerate(shapes):
+            for position in range(start):
+                block, offset = batch.block_table[row, position // block_size], position % block_size
+                for part, view in enumerate((k_cache, v_cache)):
+                    place = (block, offset) if order == "NHD" else (block, slice(None), offset)
+                    view[place] = context[block * block_size + offset, part]
+        plan = create_backend(name, layout, CPU).plan(batch)
+        plan.store(k, v, k_cache, v_cache)
+        outs.append(plan.forward(q, k_cache, v_cache, head_dim**-0.5))
+        pools.append(cache.tensor)
+    torch.testing.assert_close(outs[1], outs[0], rtol=1e-5, atol=1e-5)
+    assert torch.equal(pools[0].nan_to_num(7.0), pools[1].nan_to_num(7.0))
+    assert torch.isnan(pools[1][:, 0]).all()  # the other layer was not touched
+
+
+@given(lens=st.lists(st.integers(1, 2000), min_size=1, max_size=40))
+def test_groups_cover_each_decode_once_and_pad_little(lens: list[int]) -> None:
+    batch = FlatBatch(
+        token_ids=np.zeros(len(lens), np.int64),
+        positions=np.array(lens, np.int64) - 1,
+        slot_mapping=np.zeros(len(lens), np.int64),
+        query_start_loc=np.arange(len(lens) + 1),
+        seq_lens=np.array(lens, np.int32),
+        block_table=np.zeros((len(lens), 125), np.int32),
+        logits_indices=np.zeros(0, np.int64),
+    )
+    groups = group_by_length(batch, np.arange(len(lens)), 16)
+    assert sorted(np.concatenate(groups).tolist()) == list(range(len(lens)))
+    for group in groups:
+        blocks = -(-batch.seq_lens[group] // 16)
+        assert (blocks.max() <= np.maximum(2 * blocks, blocks + 8)).all()
+        assert len(group) == 1 or blocks.max() * len(group) * 16 <= 1 << 15
+
+
+def test_unknown_backend_and_wrong_device_are_refused() -> None:
+    for name in ("flash", "triton"):
+        with pytest.raises(ConfigError, match=name) as caught:
+            create_backend(name, KVLayout(num_layers=1, kv_heads=1, head_dim=64, block_size=16), CPU)
+        assert caught.value.field == "attention"
+
+
+def test_triton_backend_equals_reference_under_the_interpreter() -> None:
+    # Its own process: the interpreter must be chosen before triton is first imported, and cannot be left again.
+    script = Path(__file__).parent / "interpreted_triton.py"
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["NHD", "HND"]

@@ -1,0 +1,142 @@
+"""The kept set is transformers' own, and draws follow the kept probabilities and nothing else."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from engine.sampler import kept_weights, sample, uniforms
+from protocol.errors import EngineFailure
+from protocol.sampling import SamplingParams
+
+
+def random_logits(rows: int, vocab: int, seed: int, spread: float = 3.0) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def shifted(logits: torch.Tensor) -> torch.Tensor:
+    return logits - logits.max(-1, keepdim=True).values
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    vocab=st.sampled_from([5, 300, 5000]),
+    spread=st.sampled_from([0.0001, 1.0, 8.0]),
+    temperature=st.floats(0.1, 3.0),
+    top_k=st.sampled_from([0, 1, 2, 40, 2000, 10_000]),
+    top_p=st.one_of(st.just(1.0), st.floats(0.01, 0.999)),
+    seed=st.integers(0, 1 << 20),
+)
+def test_kept_set_and_probabilities_are_those_of_transformers(
+    vocab: int, spread: float, temperature: float, top_k: int, top_p: float, seed: int
+) -> None:
+    # float64 on both sides: in float32 transformers' own running sum is off by more than a border is wide.
+    logits = random_logits(1, vocab, seed, spread).double()
+    expected = TemperatureLogitsWarper(temperature)(None, logits)
+    if top_k:
+        expected = TopKLogitsWarper(top_k)(None, expected)
+    if top_p < 1.0:
+        expected = TopPLogitsWarper(top_p)(None, expected)
+    expected = torch.softmax(expected, -1)
+    weights = kept_weights(shifted(logits), [SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)])
+    assert torch.equal(weights > 0, expected > 0)
+    torch.testing.assert_close(weights / weights.sum(), expected)
+
+
+def test_ties_at_a_border_are_all_kept() -> None:
+    logits = torch.tensor([[1.0, 3.0, 1.0, 0.0, 1.0]])
+    by_count = kept_weights(shifted(logits), [SamplingParams(top_k=2)])
+    by_mass = kept_weights(shifted(logits), [SamplingParams(top_p=0.75)])
+    for weights in (by_count, by_mass):
+        assert (weights > 0).tolist() == [[True, True, True, False, True]]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"temperature": 0.5}, {"temperature": 1.7, "top_k": 5}, {"top_p": 0.6}, {"top_k": 6, "top_p": 0.8}],
+)
+def test_draws_follow_the_kept_probabilities(params: dict[str, float]) -> None:
+    draws = 20_000
+    logits = random_logits(1, 12, 4, 1.0)
+    settings_of = [SamplingParams(**params, seed=99)] * draws
+    tokens = sample(logits.expand(draws, -1), settings_of, range(draws))
+    weights = kept_weights(shifted(logits), settings_of[:1])[0]
+    expected = (weights / weights.sum()).numpy()
+    counts = np.bincount(tokens, minlength=12)
+    assert (counts[expected == 0] == 0).all()
+    kept = expected > 0
+    chi_square = float((((counts - draws * expected) ** 2)[kept] / (draws * expected[kept])).sum())
+    freedom = int(kept.sum()) - 1
+    assert chi_square < freedom + 5 * math.sqrt(2 * freedom) + 5
+
+
+def test_a_row_is_drawn_alike_whatever_the_batch() -> None:
+    rng = np.random.default_rng(0)
+    logits = random_logits(40, 3000, 8)
+    params = [
+        SamplingParams(
+            temperature=float(rng.choice([0.0, 0.7, 1.3])),
+            top_k=int(rng.choice([0, 3, 50])),
+            top_p=float(rng.choice([1.0, 0.9, 0.3])),
+            seed=int(rng.integers(1 << 62)),
+            stop_token_ids=(1, 7),
+            min_tokens=int(rng.choice([0, 10])),
+        )
+        for _ in range(40)
+    ]
+    positions = rng.integers(0, 16, 40).tolist()
+    together = sample(logits, params, positions)
+    alone = [sample(logits[[row]], [params[row]], [positions[row]])[0] for row in range(40)]
+    order = rng.permutation(40)
+    shuffled = sample(logits[order], [params[row] for row in order], [positions[row] for row in order])
+    assert together == alone
+    assert [together[row] for row in order] == shuffled
+
+
+def test_seed_and_position_both_change_the_draw() -> None:
+    numbers = uniforms([1, 1, 2, 2, 0, (1 << 63) - 1], [0, 1, 0, 1, 0, 1 << 20])
+    assert len(set(numbers.tolist())) == 6
+    assert ((numbers >= 0) & (numbers < 1)).all()
+    many = uniforms(list(range(100)) * 100, np.repeat(np.arange(100), 100).tolist())
+    assert abs(many.mean() - 0.5) < 0.015
+    assert abs(np.corrcoef(many[:-1], many[1:])[0, 1]) < 0.03
+    assert abs(np.corrcoef(many[:-100], many[100:])[0, 1]) < 0.03
+
+
+def test_the_draw_of_a_seed_is_fixed_for_good() -> None:
+    # A failover continues a text that another release may have begun: these values may never change.
+    assert uniforms([0, 1, 42], [0, 5, 7]).tolist() == [0.6524484863740322, 0.7743991716672016, 0.7347204584623639]
+
+
+def test_greedy_takes_the_first_of_the_highest() -> None:
+    logits = torch.tensor([[0.0, 5.0, 5.0, 1.0], [9.0, 9.0, 9.0, 9.0]])
+    assert sample(logits, [SamplingParams(temperature=0.0)] * 2, [0, 0]) == [1, 0]
+    assert sample(logits.bfloat16(), [SamplingParams(temperature=0.0)] * 2, [0, 0]) == [1, 0]
+
+
+def test_stop_tokens_are_not_drawn_before_min_tokens() -> None:
+    logits = torch.tensor([[0.0, 50.0, 40.0, 1.0]])
+    for temperature in (0.0, 1.0):
+        settings_of = SamplingParams(temperature=temperature, stop_token_ids=(1, 2, 900), min_tokens=3)
+        drawn = [sample(logits, [settings_of], [position])[0] for position in range(5)]
+        assert not {1, 2} & set(drawn[:3])
+        assert drawn[3:] == [1, 1]
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-40, 1e-6, 100.0])
+def test_extreme_temperatures_still_draw(temperature: float) -> None:
+    logits = torch.tensor([[3e4, -3e4, 2.9e4]])
+    tokens = sample(logits.expand(50, -1), [SamplingParams(temperature=temperature)] * 50, range(50))
+    assert set(tokens) == {0}
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_that_are_not_finite_are_an_error(bad: float) -> None:
+    with pytest.raises(EngineFailure, match="not finite"):
+        sample(torch.tensor([[0.0, 1.0], [bad, 0.0]]), [SamplingParams()] * 2, [0, 0])

@@ -1,0 +1,75 @@
+"""Every kernel compiles for every GPU within its budget, with no GPU here (run by test_kernels.py)."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from engine.kernels.aot import TARGETS, Usage, Variant, budget, compile_variant, variants
+from engine.kernels.paged_decode import paged_decode_split_kernel
+from engine.kernels.store_kv import store_kv
+from protocol.errors import ConfigError, EngineFailure
+
+# 96 is padded to 128 just as 80 is, and float16 compiles to what bfloat16 does.
+REPRESENTATIVES = [(torch.float32, (64, 80, 128)), (torch.bfloat16, (64, 80, 128)), (torch.float16, (128,))]
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize(("dtype", "head_dims"), REPRESENTATIVES, ids=str)
+def test_within_budget(arch, dtype, head_dims):
+    limits = budget()[arch]
+    over = [
+        f"{arch} {variant.name}: {line}"
+        for variant in variants([dtype], head_dims)
+        for line in compile_variant(variant, arch).over(limits[variant.family])
+    ]
+    assert not over, "\n".join(over)
+
+
+def test_budget_names_every_kernel_on_every_gpu():
+    families = {variant.family for variant in variants()}
+    assert {arch: set(limits) for arch, limits in budget().items()} == dict.fromkeys(TARGETS, families)
+
+
+def test_budget_is_below_what_the_chips_have():
+    shared = {"sm_80": 166_912, "sm_90": 232_448, "gfx942": 65_536}
+    for arch, limits in budget().items():
+        for limit in limits.values():
+            assert limit.shared_bytes <= shared[arch]
+            assert limit.spill_bytes == 0
+
+
+def test_each_figure_over_its_limit_is_named():
+    assert Usage(8, 0, 64).over(Usage(8, 0, 64)) == []
+    assert Usage(9, 4, 65).over(Usage(8, 0, 64)) == [
+        "registers 9 is over 8",
+        "spill_bytes 4 is over 0",
+        "shared_bytes 65 is over 64",
+    ]
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+def test_a_tile_that_is_too_long_is_seen_to_spill(arch):
+    (fitting,) = (v for v in variants([torch.float32], [128]) if v.kernel is paged_decode_split_kernel)
+    long = dataclasses.replace(
+        fitting, constants={**fitting.constants, "BLOCK_N": 64}, options={"num_warps": 8, "num_stages": 2}
+    )
+    usage = compile_variant(long, arch)
+    assert usage.spill_bytes > 0
+    assert any(line.startswith("spill_bytes") for line in usage.over(budget()[arch][fitting.family]))
+
+
+def test_what_does_not_compile_is_named():
+    (good,) = (v for v in variants([torch.float16], [64]) if v.kernel is paged_decode_split_kernel)
+    broken = Variant("broken", good.kernel, good.types, {**good.constants, "BLOCK_N": 48})
+    with pytest.raises(EngineFailure, match="broken does not compile for sm_80"):
+        compile_variant(broken, "sm_80")
+    with pytest.raises(ConfigError, match=r"arch must be one of .* got 'sm_20'"):
+        compile_variant(good, "sm_20")
+
+
+def test_compiled_kernels_refuse_host_memory():
+    cache = torch.zeros(2, 4, 2, 64)
+    token = torch.zeros(1, 2, 64)
+    with pytest.raises(ConfigError, match=r"device must be a GPU .* got cpu"):
+        store_kv(token, token, cache, cache, torch.zeros(1, dtype=torch.int64), "NHD")

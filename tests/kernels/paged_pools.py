@@ -1,0 +1,42 @@
+"""Pools for the kernels' cases: block-major, one layer of several, everything that no kernel may read poisoned."""
+
+import torch
+
+from protocol.layout import KVLayout
+
+LAYERS, LAYER = 3, 1
+NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+def poisoned_pool(num_blocks, kv_heads, head_dim, block_size, dtype, order, device):
+    """A pool of NaN, and the views of one layer's K and V that kernels are given."""
+    layout = KVLayout(
+        num_layers=LAYERS,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=NAMES[dtype],
+        order=order,
+    )
+    pool = torch.full(layout.pool_shape(num_blocks), float("nan"), dtype=dtype, device=device)
+    return pool, pool[:, LAYER, 0], pool[:, LAYER, 1]
+
+
+def far_block(tmp_path, device, block_size, kv_heads, head_dim):
+    """Three NHD float16 blocks 2**30 elements apart, so that block 2 begins beyond the reach of 32 bits."""
+    stride, inner = 1 << 30, block_size * kv_heads * head_dim
+    total = 2 * stride + inner
+    if device == "cpu":
+        path = tmp_path / "sparse"
+        storage = torch.from_file(str(path), shared=True, size=total, dtype=torch.float16)
+        # Mapped, it lives as long as the tensor; only the touched pages ever exist.
+        path.unlink()
+    else:
+        storage = torch.empty(total, dtype=torch.float16, device=device)
+    strides = (stride, kv_heads * head_dim, head_dim, 1)
+    return storage.as_strided((3, block_size, kv_heads, head_dim), strides)
+
+
+def bits(tensor):
+    """The tensor's raw bits, so that NaN equals itself."""
+    return tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
