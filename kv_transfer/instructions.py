@@ -1,0 +1,135 @@
+"""What the handoff's two state machines ask their shells to do.
+
+The lease book of a prefill worker and the import book of a decode worker decide and touch nothing; each of their events
+returns a list of these, to be carried out in order and without waiting for one another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol.ids import Peer, RequestKey
+from protocol.layout import KVLayout
+from protocol.messages import ErrorInfo, Handover, Message
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message.
+
+    Attributes:
+        peer: the incarnation it is meant for; where the connection tells them apart, no other may get it.
+        message: what to send.
+        endpoint: where to connect; "" where the peer is known by its connection.
+    """
+
+    peer: Peer
+    message: Message
+    endpoint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Tell the router that this attempt cannot go on here.
+
+    Attributes:
+        key: of the attempt.
+        error: why.
+        router: as it was given to the book.
+    """
+
+    key: RequestKey
+    error: ErrorInfo
+    router: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """Move every block that the key's lease, or import, holds to quarantine: a transport may still touch them."""
+
+    key: RequestKey
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Prefill: take one counted reference on each of these source blocks for the key's lease."""
+
+    key: RequestKey
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ship:
+    """Prefill: write source blocks into target blocks, then report ``shipped`` or ``ship_failed``, exactly one.
+
+    The report promises that no byte of the source is read for this ship any more.
+
+    Attributes:
+        key: of the lease.
+        ship_id: to report with.
+        address, ticket, layout: of the receiver, out of its grant.
+        source_blocks, target_blocks, generations: of equal length; logical order.
+    """
+
+    key: RequestKey
+    ship_id: int
+    address: str
+    ticket: bytes
+    layout: KVLayout
+    source_blocks: tuple[int, ...]
+    target_blocks: tuple[int, ...]
+    generations: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StopShips:
+    """Prefill: abort every ship under this ticket; each of them still reports."""
+
+    key: RequestKey
+    ticket: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Prefill: drop every hold of the key's lease, quarantined ones too. The last instruction of a lease."""
+
+    key: RequestKey
+
+
+@dataclass(frozen=True, slots=True)
+class OpenWindow:
+    """Decode: let the receiver write these blocks of these generations under this ticket, and nothing else."""
+
+    key: RequestKey
+    ticket: bytes
+    blocks: tuple[int, ...]
+    generations: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CloseWindow:
+    """Decode: close the window, then report ``quiesced``: from then on no byte changes under this ticket."""
+
+    key: RequestKey
+    ticket: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Decode: the imported blocks are whole and nobody writes them; the sequence joins the next step."""
+
+    key: RequestKey
+    handover: Handover
+
+
+@dataclass(frozen=True, slots=True)
+class FreeBlocks:
+    """Decode: drop the import's hold, quarantined or not; nothing can touch the blocks any more."""
+
+    key: RequestKey
+
+
+Instruction = (
+    Send | Failed | Quarantine | Hold | Ship | StopShips | Release | OpenWindow | CloseWindow | Commit | FreeBlocks
+)
+"""Anything that a book may ask for."""

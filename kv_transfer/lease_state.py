@@ -1,0 +1,209 @@
+"""One lease of a prefill worker: its states, and what it has computed, shipped and promised.
+
+::
+
+    COMPUTING  - grant  -> GRANTED  - finish -> FLUSHING - hand over -> HANDED_OVER
+    COMPUTING  - finish -> COMPUTED - grant  -> FLUSHING
+
+Each of these closes: to CLOSED where no ship is in flight, else to DRAINING, and to CLOSED when the last has reported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from kv_transfer.instructions import Ship
+from protocol.errors import IntegrityMismatch, InvariantViolation, KVFerryError, LayoutMismatch, LeaseRefused
+from protocol.ids import Peer, RequestKey
+from protocol.layout import PADDING_BLOCK
+from protocol.messages import Grant, Handover
+from protocol.sampling import TokenId
+from protocol.transitions import Tracker, TransitionTable
+
+
+class LeaseState(Enum):
+    """Where a lease stands."""
+
+    COMPUTING = auto()
+    GRANTED = auto()
+    COMPUTED = auto()
+    FLUSHING = auto()
+    HANDED_OVER = auto()
+    DRAINING = auto()
+    CLOSED = auto()
+
+
+class LeaseEvent(Enum):
+    """What moves a lease."""
+
+    GRANT = auto()
+    FINISH = auto()
+    HAND_OVER = auto()
+    CLOSE = auto()
+    CLOSE_IN_FLIGHT = auto()
+    DRAINED = auto()
+
+
+LEASE_TABLE: TransitionTable[LeaseState, LeaseEvent] = TransitionTable(
+    "lease",
+    LeaseState.COMPUTING,
+    {
+        (LeaseState.COMPUTING, LeaseEvent.GRANT): LeaseState.GRANTED,
+        (LeaseState.COMPUTING, LeaseEvent.FINISH): LeaseState.COMPUTED,
+        (LeaseState.COMPUTING, LeaseEvent.CLOSE): LeaseState.CLOSED,
+        (LeaseState.GRANTED, LeaseEvent.FINISH): LeaseState.FLUSHING,
+        (LeaseState.GRANTED, LeaseEvent.CLOSE): LeaseState.CLOSED,
+        (LeaseState.GRANTED, LeaseEvent.CLOSE_IN_FLIGHT): LeaseState.DRAINING,
+        (LeaseState.COMPUTED, LeaseEvent.GRANT): LeaseState.FLUSHING,
+        (LeaseState.COMPUTED, LeaseEvent.CLOSE): LeaseState.CLOSED,
+        (LeaseState.FLUSHING, LeaseEvent.HAND_OVER): LeaseState.HANDED_OVER,
+        (LeaseState.FLUSHING, LeaseEvent.CLOSE): LeaseState.CLOSED,
+        (LeaseState.FLUSHING, LeaseEvent.CLOSE_IN_FLIGHT): LeaseState.DRAINING,
+        (LeaseState.HANDED_OVER, LeaseEvent.CLOSE): LeaseState.CLOSED,
+        (LeaseState.DRAINING, LeaseEvent.DRAINED): LeaseState.CLOSED,
+    },
+)
+"""How a lease moves; anything else is illegal."""
+
+_MAY_SHIP = (LeaseState.GRANTED, LeaseState.FLUSHING, LeaseState.DRAINING)
+
+
+@dataclass(slots=True, kw_only=True)
+class Lease:
+    """What a lease book knows of one key.
+
+    Attributes:
+        key: request and attempt.
+        reader: the decode worker's incarnation that may grant, renew, settle and abort.
+        router: opaque to the book; returned with a failure.
+        num_tokens, block_size, num_blocks: of the prompt.
+        ttl: seconds the lease lives without a sign of its reader.
+        tracker: the state.
+        source: ids of the computed blocks, in logical order.
+        grant: the reader's, once it is there.
+        next_block: logical index of the first block that no ship has taken.
+        in_flight: block count of each ship that has not reported, by ship id.
+        shipped_blocks, shipped_bytes, ship_seconds: sums over the reports.
+        next_token, finished_at: set when the whole prompt is computed.
+        expires: when the lease ends by itself; None while nothing counts.
+    """
+
+    key: RequestKey
+    reader: Peer
+    router: bytes | None
+    num_tokens: int
+    block_size: int
+    num_blocks: int
+    ttl: float
+    tracker: Tracker[LeaseState, LeaseEvent]
+    source: list[int] = field(default_factory=list)
+    grant: Grant | None = None
+    next_block: int = 0
+    in_flight: dict[int, int] = field(default_factory=dict)
+    shipped_blocks: int = 0
+    shipped_bytes: int = 0
+    ship_seconds: float = 0.0
+    next_token: TokenId | None = None
+    finished_at: float | None = None
+    expires: float | None = None
+
+    @property
+    def state(self) -> LeaseState:
+        """Where the lease stands."""
+        return self.tracker.state
+
+    @property
+    def open(self) -> bool:
+        """Whether the lease has not closed (a draining lease has)."""
+        return self.state not in (LeaseState.DRAINING, LeaseState.CLOSED)
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether the prompt is still being computed, or waits for it."""
+        return self.state in (LeaseState.COMPUTING, LeaseState.GRANTED)
+
+    @property
+    def everything_shipped(self) -> bool:
+        """Whether the prompt is computed, and every wanted block has been reported as written."""
+        return (
+            self.state is LeaseState.FLUSHING
+            and self.grant is not None
+            and not self.in_flight
+            and self.shipped_blocks == len(self.grant.blocks)
+        )
+
+    def grant_fault(self, grant: Grant) -> KVFerryError | None:
+        """Why this lease cannot take this grant, or None."""
+        key, blocks = self.key, grant.blocks
+        if self.grant is not None:
+            return LeaseRefused(f"lease {key} has a grant already")
+        if grant.layout.block_size != self.block_size:
+            return LayoutMismatch(f"block_size: {self.block_size} here, {grant.layout.block_size} there")
+        end = grant.first_block + len(blocks)
+        if end != self.num_blocks:
+            return IntegrityMismatch(f"lease {key} has {self.num_blocks} blocks, the grant ends at block {end}")
+        if len(grant.generations) != len(blocks):
+            counts = f"{len(blocks)} blocks and {len(grant.generations)} generations"
+            return IntegrityMismatch(f"the grant of {key} has {counts}")
+        if len(set(blocks)) != len(blocks) or PADDING_BLOCK in blocks:
+            return IntegrityMismatch(f"the grant of {key} names a block twice, or block {PADDING_BLOCK}")
+        return None
+
+    def next_ship(self, ship_id: int) -> Ship | None:
+        """Take all that is granted, computed and in no ship yet into a ship; None when that is nothing."""
+        grant, begin, end = self.grant, self.next_block, len(self.source)
+        if grant is None or begin >= end:
+            return None
+        wanted = slice(begin - grant.first_block, end - grant.first_block)
+        self.next_block = end
+        self.in_flight[ship_id] = end - begin
+        return Ship(
+            key=self.key,
+            ship_id=ship_id,
+            address=grant.address,
+            ticket=grant.ticket,
+            layout=grant.layout,
+            source_blocks=tuple(self.source[begin:end]),
+            target_blocks=grant.blocks[wanted],
+            generations=grant.generations[wanted],
+        )
+
+    def handover(self, now: float) -> Handover:
+        """The hand-over record of a lease that has shipped everything."""
+        assert self.everything_shipped
+        assert self.grant is not None
+        assert self.next_token is not None
+        assert self.finished_at is not None
+        return Handover(
+            key=self.key,
+            num_tokens=self.num_tokens,
+            next_token=self.next_token,
+            blocks=self.shipped_blocks,
+            nbytes=self.shipped_bytes,
+            ticket=self.grant.ticket,
+            ship=self.ship_seconds,
+            tail=max(0.0, now - self.finished_at),
+        )
+
+    def check_integrity(self) -> None:
+        """Raise where the parts contradict each other.
+
+        Raises:
+            InvariantViolation: they do; names the lease.
+        """
+        wanted_from = self.num_blocks if self.grant is None else self.grant.first_block
+        taken = max(0, self.next_block - wanted_from)
+        checks = (
+            (self.state is not LeaseState.CLOSED, "is closed and still kept"),
+            (not self.in_flight or self.state in _MAY_SHIP, f"has ships in flight in {self.state.name}"),
+            (self.state is not LeaseState.DRAINING or bool(self.in_flight), "drains with nothing in flight"),
+            (self.next_block <= len(self.source) or taken == 0, "ships blocks that are not computed"),
+            (len(self.source) <= self.num_blocks, "has more blocks than its prompt"),
+            (not self.open or taken == self.shipped_blocks + sum(self.in_flight.values()), "has lost a ship"),
+            (self.open or self.expires is None, "is closed and still expires"),
+            (self.state is not LeaseState.COMPUTED or self.expires is not None, "waits and never expires"),
+        )
+        for holds, complaint in checks:
+            if not holds:
+                raise InvariantViolation(f"lease {self.key} {complaint}")

@@ -1,0 +1,128 @@
+"""The sender's side of a connection: the hello, and the delivery of one part of a ship."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kv_transfer.gate import Gate
+from kv_transfer.span import Span
+from kv_transfer.tcp import wire
+from kv_transfer.tcp.steps import Connected, Conversation, Cursor, Read, Write
+from kv_transfer.windows import Part
+from protocol.errors import ChannelLost, IntegrityMismatch, TicketRejected
+
+STREAM_BYTES = 1 << 20
+"""A ship is split between streams only where each gets at least this much."""
+FRAME_BYTES = 256 << 20
+"""Longest payload of one frame, unless one block is longer."""
+
+
+def greet(timeout: float) -> Conversation:
+    """Wait for the connection and exchange hellos.
+
+    Raises:
+        ChannelLost: there is no connection.
+        VersionMismatch: no common version.
+        MalformedFrame: something else answers there.
+    """
+    yield Connected(timeout=timeout)
+    yield Write(Cursor([memoryview(wire.pack_hello())]), timeout=timeout)
+    hello = bytearray(wire.HELLO.size)
+    yield Read(Cursor([memoryview(hello)]), timeout=timeout)
+    wire.check_hello(hello)
+    return None
+
+
+def deliver(ticket: bytes, part: Part, payload: Sequence[memoryview], gate: Gate, timeout: float) -> Conversation:
+    """Send one part and await its answer.
+
+    Args:
+        ticket: of the window.
+        part: what is sent.
+        payload: its bytes, in the order of the part's targets.
+        gate: of the ship; shutting it stops the reading of the payload.
+        timeout: seconds without progress.
+
+    Returns:
+        None, or a TicketRejected that leaves the connection in step.
+
+    Raises:
+        TicketRejected: refused before all was sent.
+        ChannelLost: the ship was stopped.
+        MalformedFrame: the answer is none.
+    """
+    frame = memoryview(wire.pack_frame(ticket, part))
+    sent = yield Write(Cursor([frame, *payload]), gate=gate, timeout=timeout, heed=True)
+    if not gate.is_open:
+        raise ChannelLost("the ship was stopped")
+    answer = bytearray(wire.ANSWER.size)
+    yield Read(Cursor([memoryview(answer)]), timeout=timeout)
+    refused, length = wire.parse_answer(answer, part)
+    reason = bytearray(length)
+    if length:
+        yield Read(Cursor([memoryview(reason)]), timeout=timeout)
+    if refused:
+        refusal = TicketRejected(f"the receiver refused: {reason.decode(errors='replace')}")
+        if sent:
+            return refusal
+        raise refusal
+    if not sent:
+        raise ChannelLost("the receiver acknowledged a frame before its end")
+    return None
+
+
+def split(
+    ship: int, spans: Sequence[Span], generations: Sequence[tuple[int, int]], block_bytes: int, streams: int
+) -> list[tuple[Part, list[tuple[int, int]]]]:
+    """Cut a ship into parts of whole blocks, one per stream where it is large enough.
+
+    Args:
+        ship: its number.
+        spans: whole blocks of ``block_bytes``.
+        generations: ``(block, generation)`` of the blocks the spans write.
+        block_bytes: bytes of one block.
+        streams: parts that may travel at the same time.
+
+    Returns:
+        Each part, with the ``(offset, nbytes)`` of its payload in the sender's memory.
+
+    Raises:
+        IntegrityMismatch: a span writes a block that is not named, or a block or the ship is too large.
+    """
+    blocks = sum(span.nbytes for span in spans) // block_bytes
+    parts = min(streams, blocks, max(1, blocks * block_bytes // STREAM_BYTES))
+    longest = min(-(-blocks // parts), max(1, FRAME_BYTES // block_bytes), wire.MAX_BLOCKS)
+    count = -(-blocks // longest)
+    if count > wire.MAX_PARTS or block_bytes > wire.MAX_PAYLOAD:
+        raise IntegrityMismatch(f"{blocks} blocks of {block_bytes} bytes are too much for one ship", field="spans")
+    pieces = _pieces(spans, longest * block_bytes)
+    generation_of = dict(generations)
+    made: list[tuple[Part, list[tuple[int, int]]]] = []
+    for index, piece in enumerate(pieces):
+        named: list[tuple[int, int]] = []
+        for _, target, nbytes in piece:
+            for block in range(target // block_bytes, (target + nbytes) // block_bytes):
+                if block not in generation_of:
+                    raise IntegrityMismatch(f"block {block} is written and not named", field="generations")
+                named.append((block, generation_of[block]))
+        part = Part(ship, index, len(pieces), [(target, nbytes) for _, target, nbytes in piece], named)
+        made.append((part, [(source, nbytes) for source, _, nbytes in piece]))
+    return made
+
+
+def _pieces(spans: Sequence[Span], longest: int) -> list[list[tuple[int, int, int]]]:
+    pieces: list[list[tuple[int, int, int]]] = [[]]
+    room = longest
+    for span in spans:
+        source, target, left = span.source, span.target, span.nbytes
+        while left:
+            if not room:
+                pieces.append([])
+                room = longest
+            size = min(room, left)
+            pieces[-1].append((source, target, size))
+            source += size
+            target += size
+            left -= size
+            room -= size
+    return pieces

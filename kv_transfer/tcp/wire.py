@@ -1,0 +1,153 @@
+"""Bytes of the TCP transport, big-endian, every length bounded.
+
+::
+
+    hello     both ways, once    magic "KVFT", lowest version, highest version, zero
+    frame     to the receiver    magic "KVFR", ticket, ship, part, parts, spans, blocks, payload bytes,
+                                 then the span table (target, nbytes), the block table (block, generation), the payload
+    answer    to the sender      magic "KVFA", ship, part, verdict, length of the reason, then the reason (UTF-8)
+
+Each frame has one answer. A refusal may come before the payload has gone out; the sender then drops the connection
+or, if it has sent all, goes on with it.
+
+History: 1 -- first version.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from kv_transfer.windows import Part, Target
+from protocol.errors import MalformedFrame, VersionMismatch
+
+LOWEST_VERSION = 1
+HIGHEST_VERSION = 1
+MAX_SPANS = 1 << 16
+MAX_BLOCKS = 1 << 16
+MAX_PARTS = 1 << 12
+MAX_PAYLOAD = 1 << 32
+"""Bounds on one frame; a longer ship goes as several."""
+MAX_REASON = 255
+
+HELLO = struct.Struct("!4sBBH")
+FRAME = struct.Struct("!4s16sQHHIIQ")
+ANSWER = struct.Struct("!4sQHBB")
+SPAN = struct.Struct("!QQ")
+BLOCK = struct.Struct("!IQ")
+
+HELLO_MAGIC = b"KVFT"
+FRAME_MAGIC = b"KVFR"
+ANSWER_MAGIC = b"KVFA"
+
+
+def pack_hello() -> bytes:
+    """This release's hello."""
+    return HELLO.pack(HELLO_MAGIC, LOWEST_VERSION, HIGHEST_VERSION, 0)
+
+
+def check_hello(data: bytes | bytearray) -> int:
+    """The version to speak: the highest that both ends know.
+
+    Raises:
+        MalformedFrame: it is no hello.
+        VersionMismatch: there is no common version; names both ranges.
+    """
+    magic, lowest, highest, zero = HELLO.unpack(data)
+    if magic != HELLO_MAGIC or zero or lowest > highest:
+        raise MalformedFrame(f"not a hello of the KV transport: {bytes(data)!r}")
+    version = min(highest, HIGHEST_VERSION)
+    if version < max(lowest, LOWEST_VERSION):
+        ranges = f"peer speaks {lowest} to {highest}, this process {LOWEST_VERSION} to {HIGHEST_VERSION}"
+        raise VersionMismatch(f"no common version of the KV transport: {ranges}")
+    return int(version)
+
+
+@dataclass(frozen=True, slots=True)
+class FrameHead:
+    """The fixed part of a frame.
+
+    Attributes:
+        ticket: of the window.
+        ship, part, parts: which part of which ship.
+        spans, blocks: entries of the two tables.
+        payload: bytes after the tables.
+    """
+
+    ticket: bytes
+    ship: int
+    part: int
+    parts: int
+    spans: int
+    blocks: int
+    payload: int
+
+    @property
+    def table_bytes(self) -> int:
+        """Length of the two tables."""
+        return self.spans * SPAN.size + self.blocks * BLOCK.size
+
+
+def pack_frame(ticket: bytes, part: Part) -> bytes:
+    """Head and tables of a frame; the payload follows as it lies in memory."""
+    payload = sum(nbytes for _, nbytes in part.targets)
+    head = FRAME.pack(
+        FRAME_MAGIC, ticket, part.ship, part.index, part.count, len(part.targets), len(part.generations), payload
+    )
+    spans = b"".join([SPAN.pack(*target) for target in part.targets])
+    return head + spans + b"".join([BLOCK.pack(*named) for named in part.generations])
+
+
+def parse_head(data: bytes | bytearray) -> FrameHead:
+    """The head of a frame.
+
+    Raises:
+        MalformedFrame: it is none, or breaks a bound; names the field and the value.
+    """
+    magic, ticket, ship, part, parts, spans, blocks, payload = FRAME.unpack(data)
+    if magic != FRAME_MAGIC:
+        raise MalformedFrame(f"not a frame of the KV transport: it begins with {magic!r}")
+    checks = (
+        ("parts", parts, 1 <= parts <= MAX_PARTS),
+        ("part", part, part < parts),
+        ("spans", spans, 1 <= spans <= MAX_SPANS),
+        ("blocks", blocks, 1 <= blocks <= MAX_BLOCKS),
+        ("payload", payload, 1 <= payload <= MAX_PAYLOAD),
+    )
+    for name, value, valid in checks:
+        if not valid:
+            raise MalformedFrame(f"{name} is out of bounds: {value}", field=name)
+    return FrameHead(ticket, ship, part, parts, spans, blocks, payload)
+
+
+def parse_tables(head: FrameHead, data: bytearray) -> Part:
+    """The part that a frame announces.
+
+    Raises:
+        MalformedFrame: the spans do not add up to the payload.
+    """
+    split = head.spans * SPAN.size
+    with memoryview(data) as view:
+        targets: list[Target] = list(SPAN.iter_unpack(view[:split]))
+        generations: list[tuple[int, int]] = list(BLOCK.iter_unpack(view[split:]))
+    if sum(nbytes for _, nbytes in targets) != head.payload:
+        raise MalformedFrame(f"payload is {head.payload} bytes, its spans are not", field="payload")
+    return Part(head.ship, head.part, head.parts, targets, generations)
+
+
+def pack_answer(head: FrameHead, reason: str | None) -> bytes:
+    """The answer to a frame: landed, or refused for ``reason``."""
+    text = (reason or "").encode()[:MAX_REASON]
+    return ANSWER.pack(ANSWER_MAGIC, head.ship, head.part, reason is not None, len(text)) + text
+
+
+def parse_answer(data: bytes | bytearray, part: Part) -> tuple[bool, int]:
+    """``(refused, bytes of reason that follow)``.
+
+    Raises:
+        MalformedFrame: it does not answer ``part``.
+    """
+    magic, ship, index, refused, length = ANSWER.unpack(data)
+    if magic != ANSWER_MAGIC or (ship, index) != (part.ship, part.index) or refused > 1:
+        raise MalformedFrame(f"not an answer to part {part.index} of ship {part.ship:x}: {bytes(data)!r}")
+    return bool(refused), length

@@ -1,0 +1,252 @@
+"""The contract that every KV transport keeps, and the registry that finds one by its URI scheme.
+
+Life cycle of a window, on the decode side::
+
+    open(window) -> [one on_landed per finished ship | on_broken] ... -> close_window(ticket) -> blocks are the caller's
+
+Until ``close_window`` has returned the transport may write the window's blocks; from then on not one byte of them
+changes under that ticket, whatever a slow, stopped or killed peer does later.
+
+Life cycle of a ship, on the prefill side: the source bytes must not change from the call of ``ship`` until it returns
+or raises. Every block of a window is written at most once, by one ship.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType, ModuleType
+
+from kv_transfer.span import Span
+from protocol.errors import ConfigError, TransferError, UnknownTransport
+
+TICKET_BYTES = 16
+SCHEMES: Mapping[str, str] = MappingProxyType({"inproc": "kv_transfer.inproc", "tcp": "kv_transfer.tcp"})
+"""Module of each scheme. It is imported when first asked for, and has ``receiver`` and ``sender`` functions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What may be written under one ticket.
+
+    Attributes:
+        ticket: 16 bytes that the sender must show.
+        blocks: destination block ids, each once.
+        generations: of each block; a span for another generation is refused.
+        block_bytes: bytes of one block; block ``b`` lies at ``b * block_bytes`` of the memory.
+
+    Raises:
+        ConfigError: a value is out of bounds; names the field and the value.
+    """
+
+    ticket: bytes
+    blocks: tuple[int, ...]
+    generations: tuple[int, ...]
+    block_bytes: int
+
+    def __post_init__(self) -> None:
+        if len(self.ticket) != TICKET_BYTES:
+            raise ConfigError(f"ticket must be {TICKET_BYTES} bytes, got {len(self.ticket)}", field="ticket")
+        if self.block_bytes < 1:
+            raise ConfigError(f"block_bytes must be at least 1, got {self.block_bytes}", field="block_bytes")
+        if len(self.generations) != len(self.blocks):
+            counts = f"{len(self.generations)} for {len(self.blocks)} blocks"
+            raise ConfigError(f"generations must be one per block, got {counts}", field="generations")
+        if len(set(self.blocks)) != len(self.blocks) or min(self.blocks, default=0) < 0:
+            raise ConfigError(f"blocks must be distinct and at least 0, got {self.blocks[:8]}...", field="blocks")
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """One ship call arrived whole.
+
+    Attributes:
+        ticket: of its window.
+        blocks: destination block ids that it wrote, each of them wholly.
+        nbytes: written.
+        seconds: from its first header to its last byte, on the receiver's clock.
+    """
+
+    ticket: bytes
+    blocks: tuple[int, ...]
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ShipReport:
+    """One ship call, as its sender saw it: every byte was acknowledged.
+
+    Attributes:
+        nbytes: sent.
+        spans: as given.
+        seconds: from the call to the last acknowledgement.
+    """
+
+    nbytes: int
+    spans: int
+    seconds: float
+
+
+OnLanded = Callable[[Landed], None]
+OnBroken = Callable[[bytes, TransferError], None]
+
+
+def _default_streams() -> int:
+    return 2 if (os.cpu_count() or 1) > 1 else 1
+
+
+@dataclass(frozen=True, slots=True)
+class TransportConfig:
+    """Settings that senders and receivers of all transports share.
+
+    Attributes:
+        streams: connections to one destination, and I/O threads of one endpoint.
+        timeout: seconds without progress after which a peer is given up.
+        max_connections: a receiver turns further peers away.
+        buffer_bytes: socket buffer that is asked of the kernel. 0 leaves it to the kernel's tuning, which grows it to
+            megabytes; a size of one's own ends the tuning and is capped by ``net.core.rmem_max``.
+
+    Raises:
+        ConfigError: a value is out of bounds; names the field and the value.
+    """
+
+    streams: int = field(default_factory=_default_streams)
+    timeout: float = 10.0
+    max_connections: int = 1024
+    buffer_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("streams", 1 <= self.streams <= 64, "in [1, 64]"),
+            ("timeout", 0.0 < self.timeout <= 3600.0, "in (0, 3600]"),
+            ("max_connections", 1 <= self.max_connections <= 1 << 16, "in [1, 65536]"),
+            ("buffer_bytes", 0 <= self.buffer_bytes <= 1 << 30, "in [0, 2**30]"),
+        )
+        for name, valid, wanted in checks:
+            if not valid:
+                raise ConfigError(f"{name} must be {wanted}, got {getattr(self, name)!r}", field=name)
+
+
+class Receiver(ABC):
+    """Decode side: peers write the memory's blocks through the windows that are open.
+
+    Life cycle: made bound, :meth:`open` and :meth:`close_window` at will, :meth:`close` once. All methods are called
+    on one event loop, and callbacks come on it, never from within a call.
+    """
+
+    @property
+    @abstractmethod
+    def address(self) -> str:
+        """URI that senders ship to."""
+
+    @abstractmethod
+    def open(self, window: Window, on_landed: OnLanded, on_broken: OnBroken) -> None:
+        """Let ships with the window's ticket write its blocks.
+
+        Args:
+            window: what may be written.
+            on_landed: called once per ship that arrived whole.
+            on_broken: called with the ticket and the error when a ship was cut off in the middle of its bytes. One that
+                was stopped before its first byte, or between two parts, is not known here: an import needs its expiry.
+
+        Raises:
+            ConfigError: a block lies outside the memory.
+            InvariantViolation: the ticket, or a block, belongs to a window that is still open.
+            ChannelLost: the receiver is closed.
+        """
+
+    @abstractmethod
+    async def close_window(self, ticket: bytes) -> None:
+        """Quiesce: when this returns, nothing is written under ``ticket`` any more, ever, and no callback comes.
+
+        May be called at any time and more than once; an unknown ticket is fine.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Quiesce every window, give up the address, end every thread. May be called more than once."""
+
+
+class Sender(ABC):
+    """Prefill side: reads the memory and writes the blocks of receivers elsewhere.
+
+    Life cycle: made, :meth:`ship` and :meth:`abort` at will, :meth:`close` once; all on one event loop.
+    """
+
+    @abstractmethod
+    async def ship(
+        self, address: str, ticket: bytes, spans: Sequence[Span], generations: Sequence[tuple[int, int]]
+    ) -> ShipReport:
+        """Write spans of the memory into a window of the receiver at ``address``.
+
+        Returns when the receiver has acknowledged every byte. The source may change when this has returned or raised,
+        not before. Cancelling it counts as :meth:`abort` of this one ship.
+
+        Args:
+            address: of the receiver.
+            ticket: of the window.
+            spans: together exactly the whole blocks that ``generations`` names.
+            generations: ``(destination block, generation)`` pairs.
+
+        Raises:
+            TicketRejected: the receiver does not know the ticket, or a block or generation is not the window's;
+                where that is known before the first byte, nothing was written.
+            ChannelLost: nobody there, connection lost, no progress for ``timeout`` seconds, aborted, or closed.
+            IntegrityMismatch: the spans lie outside the memory, or are not the named blocks.
+            VersionMismatch: the receiver speaks another version; names both.
+        """
+
+    @abstractmethod
+    async def abort(self, ticket: bytes) -> None:
+        """Stop every ship of ``ticket``, now and later; it raises :class:`~protocol.errors.ChannelLost`.
+
+        When this returns, no byte of the memory is read for it any more. An unknown ticket is fine.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Stop every ship, close every connection, end every thread. May be called more than once."""
+
+
+def scheme_of(address: str) -> str:
+    """The scheme of a transport URI: ``"tcp"`` of ``"tcp://10.0.0.2:7000"``.
+
+    Raises:
+        UnknownTransport: there is none, or no transport has it; lists the known ones.
+    """
+    scheme, found, _ = address.partition("://")
+    if not found or scheme not in SCHEMES:
+        raise UnknownTransport(f"no transport for address {address!r}; known schemes: {', '.join(sorted(SCHEMES))}")
+    return scheme
+
+
+def _module(scheme: str) -> ModuleType:
+    if scheme not in SCHEMES:
+        raise UnknownTransport(f"no transport {scheme!r}; known schemes: {', '.join(sorted(SCHEMES))}", field="scheme")
+    return importlib.import_module(SCHEMES[scheme])
+
+
+def make_receiver(bind: str, memory: memoryview, config: TransportConfig | None = None) -> Receiver:
+    """A receiver of the transport that ``bind`` names (``"tcp://127.0.0.1:0"``), writing ``memory``.
+
+    Raises:
+        UnknownTransport: no transport has that scheme; lists the known ones.
+        ConfigError: the memory is read-only or not contiguous, or the address cannot be taken.
+    """
+    receiver: Receiver = _module(scheme_of(bind)).receiver(bind, memory, config or TransportConfig())
+    return receiver
+
+
+def make_sender(scheme: str, memory: memoryview, config: TransportConfig | None = None) -> Sender:
+    """A sender of the transport ``scheme`` (``"tcp"``), reading ``memory``.
+
+    Raises:
+        UnknownTransport: no transport has that scheme; lists the known ones.
+        ConfigError: the memory is not contiguous.
+    """
+    sender: Sender = _module(scheme).sender(memory, config or TransportConfig())
+    return sender

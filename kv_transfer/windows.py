@@ -1,0 +1,201 @@
+"""Which blocks may be written, by whom, and what has landed: the receiver's book, shared by every transport.
+
+Life cycle of a window: open (admits parts of ships) -> shut (admits nothing, reports nothing) -> forgotten. Life cycle
+of a part: admitted -> completed | abandoned. A ship travels as one or several parts and lands with the last of them.
+I/O threads admit and complete; the event loop opens and shuts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from threading import Lock
+
+from kv_transfer.gate import Gate, hand_back
+from kv_transfer.transport import Landed, OnBroken, OnLanded, Window
+from protocol.errors import ConfigError, InvariantViolation, TicketRejected, TransferError
+
+Target = tuple[int, int]
+"""``(offset, nbytes)`` in the receiver's memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of a ship, as its sender announces it.
+
+    Attributes:
+        ship: number that all parts of the ship carry, unique in its window.
+        index, count: which part, of how many.
+        targets: byte runs that will be written, in the order the bytes come.
+        generations: ``(block, generation)`` of exactly the blocks that the targets cover.
+    """
+
+    ship: int
+    index: int
+    count: int
+    targets: Sequence[Target]
+    generations: Sequence[tuple[int, int]]
+
+
+class _Progress:
+    __slots__ = ("blocks", "broken", "count", "landed", "seen", "started")
+
+    def __init__(self, count: int, started: float) -> None:
+        self.count = count
+        self.started = started
+        self.seen: set[int] = set()
+        self.landed = 0
+        self.broken = False
+        self.blocks: list[int] = []
+
+
+class OpenWindow:
+    """One window while ships may come; see the module for its life."""
+
+    def __init__(self, window: Window, on_landed: OnLanded, on_broken: OnBroken) -> None:
+        self.window = window
+        self.gate = Gate()
+        self._loop = asyncio.get_running_loop()
+        self._on_landed = on_landed
+        self._on_broken = on_broken
+        self._granted = dict(zip(window.blocks, window.generations, strict=True))
+        self._lock = Lock()
+        self._taken: set[int] = set()
+        self._ships: dict[int, _Progress] = {}
+
+    def admit(self, part: Part, now: float) -> None:
+        """Take note of a part whose bytes are about to be written.
+
+        Raises:
+            TicketRejected: a block is not the window's, is of another generation, or has been written; or the targets
+                are not exactly the named blocks. Nothing is noted then.
+        """
+        blocks = self._checked_blocks(part)
+        with self._lock:
+            if not self.gate.is_open:
+                raise TicketRejected("the window is closed")
+            again = self._taken.intersection(blocks)
+            if again:
+                raise TicketRejected(f"block {min(again)} has been written, or is being written, under this ticket")
+            progress = self._ships.get(part.ship) or _Progress(part.count, now)
+            if progress.broken or progress.count != part.count or part.index in progress.seen:
+                raise TicketRejected(f"part {part.index} of {part.count} does not fit the ship it names")
+            progress.seen.add(part.index)
+            self._ships[part.ship] = progress
+            self._taken.update(blocks)
+
+    def complete(self, part: Part, now: float) -> Landed | None:
+        """Every byte of an admitted part is in memory; with the ship's last part, what landed, to be reported.
+
+        Raises:
+            TicketRejected: the window was shut, or another part of the ship cut off, meanwhile.
+        """
+        with self._lock:
+            if not self.gate.is_open:
+                raise TicketRejected("the window is closed")
+            progress = self._ships[part.ship]
+            if progress.broken:
+                raise TicketRejected("another part of the ship was cut off")
+            progress.landed += 1
+            progress.blocks.extend(block for block, _ in part.generations)
+            if progress.landed < progress.count:
+                return None
+            del self._ships[part.ship]
+        nbytes = len(progress.blocks) * self.window.block_bytes
+        return Landed(self.window.ticket, tuple(progress.blocks), nbytes, now - progress.started)
+
+    def report(self, landed: Landed) -> None:
+        """Have ``on_landed`` called on the window's loop, unless the window is shut by then."""
+        hand_back(self._loop, self._report_landed, landed)
+
+    def abandon(self, part: Part, error: TransferError) -> None:
+        """An admitted part was cut off; its ship never lands, and ``on_broken`` follows."""
+        with self._lock:
+            self._ships[part.ship].broken = True
+        hand_back(self._loop, self._report_broken, error)
+
+    def _report_landed(self, landed: Landed) -> None:
+        if self.gate.is_open:
+            self._on_landed(landed)
+
+    def _report_broken(self, error: TransferError) -> None:
+        if self.gate.is_open:
+            self._on_broken(self.window.ticket, error)
+
+    def _checked_blocks(self, part: Part) -> set[int]:
+        size = self.window.block_bytes
+        named = dict(part.generations)
+        for block, generation in part.generations:
+            granted = self._granted.get(block)
+            if granted is None:
+                raise TicketRejected(f"block {block} is not in the window")
+            if granted != generation:
+                raise TicketRejected(f"block {block} is of generation {granted}, the ship says {generation}")
+        # The sum first: it bounds what the loop below walks over.
+        if len(named) != len(part.generations) or sum(nbytes for _, nbytes in part.targets) != len(named) * size:
+            raise TicketRejected(f"the ship's bytes are not the {len(named)} blocks of {size} bytes that it names")
+        covered: set[int] = set()
+        for offset, nbytes in part.targets:
+            if offset % size or nbytes % size:
+                raise TicketRejected(f"target {offset}+{nbytes} is not whole blocks of {size} bytes")
+            covered.update(range(offset // size, (offset + nbytes) // size))
+        # Equal totals and equal sets leave no room for an overlap.
+        if covered != named.keys():
+            raise TicketRejected("the ship's targets are not the blocks that it names")
+        return covered
+
+
+class WindowBook:
+    """Every open window of one receiver.
+
+    Args:
+        memory_bytes: length of the memory that windows lie in.
+    """
+
+    def __init__(self, memory_bytes: int) -> None:
+        self._memory_bytes = memory_bytes
+        self._windows: dict[bytes, OpenWindow] = {}
+        self._blocks: set[int] = set()
+
+    def open(self, window: Window, on_landed: OnLanded, on_broken: OnBroken) -> None:
+        """Add a window; errors as :meth:`~kv_transfer.transport.Receiver.open`."""
+        end = (max(window.blocks, default=-1) + 1) * window.block_bytes
+        if end > self._memory_bytes:
+            raise ConfigError(
+                f"blocks: block {max(window.blocks)} of {window.block_bytes} bytes ends at {end}, "
+                f"outside the memory of {self._memory_bytes} bytes",
+                field="blocks",
+            )
+        if window.ticket in self._windows:
+            raise InvariantViolation("the ticket's window is open already", field="ticket")
+        shared = self._blocks.intersection(window.blocks)
+        if shared:
+            raise InvariantViolation(f"block {min(shared)} is in a window that is still open", field="blocks")
+        self._blocks.update(window.blocks)
+        self._windows[window.ticket] = OpenWindow(window, on_landed, on_broken)
+
+    def find(self, ticket: bytes) -> OpenWindow:
+        """The open window of ``ticket``.
+
+        Raises:
+            TicketRejected: there is none.
+        """
+        found = self._windows.get(ticket)
+        if found is None or not found.gate.is_open:
+            raise TicketRejected("unknown or closed ticket")
+        return found
+
+    def tickets(self) -> tuple[bytes, ...]:
+        """Tickets of every window that is not yet forgotten."""
+        return tuple(self._windows)
+
+    async def close(self, ticket: bytes) -> None:
+        """Shut the ticket's window and forget it once nobody writes in it; an unknown ticket is fine."""
+        found = self._windows.get(ticket)
+        if found is None:
+            return
+        await found.gate.shut()
+        # Two closers may have waited for the same window.
+        if self._windows.pop(ticket, None) is found:
+            self._blocks.difference_update(found.window.blocks)

@@ -1,0 +1,56 @@
+"""The other process of the TCP tests: ``far_end.py send|receive``, told what to do line by line in JSON."""
+
+import asyncio
+import json
+import sys
+
+import numpy as np
+
+from kv_transfer.span import Span
+from kv_transfer.transport import TransportConfig, Window, make_receiver, make_sender
+from protocol.errors import KVFerryError
+
+
+def say(**words: object) -> None:
+    print(json.dumps(words), flush=True)
+
+
+async def hear() -> dict[str, object] | None:
+    line = await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
+    return json.loads(line) if line else None
+
+
+async def send() -> None:
+    order = await hear()
+    assert order is not None
+    pool = np.full((int(order["blocks"]), int(order["block_bytes"])), int(order["value"]), np.uint8)
+    sender = make_sender("tcp", memoryview(pool), TransportConfig(timeout=float(order["timeout"])))
+    say(ready=True)
+    while order := await hear():
+        size = pool.shape[1]
+        blocks = order["blocks"]
+        spans = [Span(block * size, block * size, size) for block in blocks]
+        named = [(block, int(order["generation"])) for block in blocks]
+        try:
+            await sender.ship(str(order["address"]), bytes.fromhex(str(order["ticket"])), spans, named)
+            say(result="shipped")
+        except KVFerryError as error:
+            say(result=error.code, message=error.message)
+    await sender.close()
+
+
+async def receive() -> None:
+    order = await hear()
+    assert order is not None
+    blocks, size = int(order["blocks"]), int(order["block_bytes"])
+    pool = np.zeros((blocks, size), np.uint8)
+    receiver = make_receiver("tcp://127.0.0.1:0", memoryview(pool), TransportConfig(buffer_bytes=64 << 10))
+    window = Window(bytes.fromhex(str(order["ticket"])), tuple(range(blocks)), (7,) * blocks, size)
+    receiver.open(window, lambda _: say(landed=True), lambda *_: say(broken=True))
+    say(address=receiver.address)
+    await hear()
+    await receiver.close()
+
+
+if __name__ == "__main__":
+    asyncio.run({"send": send, "receive": receive}[sys.argv[1]]())

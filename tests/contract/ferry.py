@@ -1,0 +1,87 @@
+"""Two pools and the ends between them, for the contract tests."""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kv_transfer.span import Span
+from kv_transfer.transport import (
+    Landed,
+    Receiver,
+    Sender,
+    ShipReport,
+    TransportConfig,
+    Window,
+    make_receiver,
+    make_sender,
+)
+from protocol.errors import TransferError
+
+POISON = 0xA5
+PATIENCE = 20.0
+BIND = {"inproc": "inproc://*", "tcp": "tcp://127.0.0.1:0"}
+GENERATION = 7
+SHALLOW = TransportConfig(buffer_bytes=64 << 10)
+"""Small socket buffers: a large ship cannot vanish into them whole."""
+ONE_STREAM = TransportConfig(buffer_bytes=64 << 10, streams=1)
+"""A ship is one part: met in the middle, it is in the middle of its bytes, not between two parts."""
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Let the loop run until ``condition`` holds."""
+    async with asyncio.timeout(PATIENCE):
+        while not condition():  # noqa: ASYNC110 -- bytes in memory set no event
+            await asyncio.sleep(0)
+
+
+class Harbor:
+    """A receiver with its pool, and what it has reported."""
+
+    def __init__(self, scheme: str, blocks: int, block_bytes: int, config: TransportConfig = SHALLOW) -> None:
+        self.block_bytes = block_bytes
+        self.pool = np.full((blocks, block_bytes), POISON, np.uint8)
+        self.receiver: Receiver = make_receiver(BIND[scheme], memoryview(self.pool), config)
+        self.landed: list[Landed] = []
+        self.broken: list[tuple[bytes, TransferError]] = []
+
+    @property
+    def address(self) -> str:
+        return self.receiver.address
+
+    def open(self, blocks: Sequence[int], generation: int = GENERATION) -> bytes:
+        """A window on ``blocks``; returns its ticket."""
+        ticket = secrets.token_bytes(16)
+        window = Window(ticket, tuple(blocks), (generation,) * len(blocks), self.block_bytes)
+        self.receiver.open(window, self.landed.append, lambda ticket, error: self.broken.append((ticket, error)))
+        return ticket
+
+    def poison(self) -> None:
+        self.pool[:] = POISON
+
+    @property
+    def poisoned(self) -> bool:
+        return bool((self.pool == POISON).all())
+
+
+class Quay:
+    """A sender with its pool."""
+
+    def __init__(self, scheme: str, blocks: int, block_bytes: int, config: TransportConfig = SHALLOW) -> None:
+        self.block_bytes = block_bytes
+        # No byte equals the poison, so that "written" can be told from "poisoned".
+        self.pool = np.random.default_rng(blocks).integers(0, POISON, (blocks, block_bytes), np.uint8)
+        self.sender: Sender = make_sender(scheme, memoryview(self.pool), config)
+
+    async def ship(
+        self,
+        address: str,
+        ticket: bytes,
+        pairs: Sequence[tuple[int, int]],
+        generation: int = GENERATION,
+    ) -> ShipReport:
+        """Ship ``(source block, destination block)`` pairs, a span for each."""
+        size = self.block_bytes
+        spans = [Span(source * size, target * size, size) for source, target in pairs]
+        return await self.sender.ship(address, ticket, spans, [(target, generation) for _, target in pairs])

@@ -1,0 +1,56 @@
+"""Books with a planted fault each, which the walk and the search must find."""
+
+from __future__ import annotations
+
+from kv_transfer import instructions as do
+from kv_transfer.imports import ImportBook
+from kv_transfer.lease import LeaseBook
+from kv_transfer.lease_state import Lease
+from protocol.errors import KVFerryError
+from protocol.ids import Peer
+from protocol.messages import Renew
+
+
+class ReleasesInFlight(LeaseBook):
+    """Does not wait for the ships of a lease that closes."""
+
+    def _close(
+        self, lease: Lease, error: KVFerryError, now: float, *, refuse: bool, fail: bool
+    ) -> list[do.Instruction]:
+        lease.in_flight.clear()
+        return super()._close(lease, error, now, refuse=refuse, fail=fail)
+
+
+class HasNoFence(LeaseBook):
+    """Takes every sender for the reader."""
+
+    def _is_reader(self, lease: Lease, sender: Peer) -> bool:
+        return True
+
+
+class AlwaysAnswers(LeaseBook):
+    """Gives signs of life for a lease that can only end when the reader gives up."""
+
+    def renew(self, sender: Peer, message: Renew, now: float) -> list[do.Instruction]:
+        return super().renew(sender, message, now) or [do.Send(sender, message)]
+
+
+class FreesWithTheWindowOpen(ImportBook):
+    """Gives the blocks of a failed import back before its window is quiesced."""
+
+    def _drop(self, *args: object, **kwargs: object) -> list[do.Instruction]:
+        dropped = super()._drop(*args, **kwargs)  # type: ignore[arg-type]
+        return [do.FreeBlocks(each.key) if isinstance(each, do.Quarantine) else each for each in dropped]
+
+    def quiesced(self, ticket: bytes, now: float) -> list[do.Instruction]:
+        return [each for each in super().quiesced(ticket, now) if not isinstance(each, do.FreeBlocks)]
+
+
+class CommitsWithTheWindowOpen(ImportBook):
+    """Commits as soon as everything is there, without closing the window first."""
+
+    def _judge(self, *args: object) -> list[do.Instruction]:
+        judged = super()._judge(*args)  # type: ignore[arg-type]
+        if not judged or not isinstance(judged[0], do.CloseWindow):
+            return judged
+        return [*super().quiesced(judged[0].ticket, 0.0), *judged]

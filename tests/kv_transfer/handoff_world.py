@@ -1,0 +1,369 @@
+"""A small world around the two books: two pools, a transport, a wire that loses and reorders, a router, and crashes.
+
+Every choice is an action, so the same world serves a random walk and an exhaustive search. The world is the harshest
+that the instructions allow: a block without a holder is overwritten at once, a ship copies block by block and may go on
+after it was told to stop, a window may be written until it is quiesced, and whatever is under way arrives in any order
+or never.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from handoff_pieces import Fault, Pool, Request, ShipRun, WindowRun, require
+
+from kv_transfer import instructions as do
+from kv_transfer.imports import ImportBook
+from kv_transfer.lease import LeaseBook
+from protocol.errors import ChannelLost, Preempted, TicketRejected
+from protocol.ids import Peer, RequestKey
+from protocol.layout import KVLayout
+from protocol.messages import Abort, Grant, Handover, PrefillAddress, Refuse, Renew, Settle
+
+LAYOUT = KVLayout(num_layers=1, kv_heads=1, head_dim=1, block_size=1, dtype="float32")
+TTL = 3.0
+METHODS = {Grant: "grant", Renew: "renew", Settle: "settle", Abort: "abort", Handover: "handover", Refuse: "refuse"}
+FAULTS = ("drop", "duplicate", "forge", "break", "cancel", "crash", "time")
+Action = tuple[Any, ...]
+
+
+class World:
+    """One prefill worker, one decode worker, a router, and all that lies between them."""
+
+    def __init__(
+        self,
+        requests: dict[str, Request],
+        budgets: dict[str, int],
+        *,
+        lease_book: Callable[[], LeaseBook] = LeaseBook,
+        import_book: Callable[[], ImportBook] = ImportBook,
+        pools: tuple[int, int] = (4, 4),
+        attempts: int = 2,
+    ) -> None:
+        self.make = {"P": lease_book, "D": import_book}
+        self.peers = {"P": Peer("p", 10), "D": Peer("d", 10)}
+        self.leases, self.imports = lease_book(), import_book()
+        self.pools = {"P": Pool(pools[0]), "D": Pool(pools[1])}
+        self.now = 0.0
+        self.requests = dict(requests)
+        self.budgets = {**dict.fromkeys(FAULTS, 0), **budgets}
+        self.attempts = attempts
+        self.bag: list[Action] = []
+        self.jobs: dict[RequestKey, tuple[Peer, tuple[int, ...]]] = {}
+        self.queue: dict[RequestKey, PrefillAddress] = {}
+        self.ships: dict[int, ShipRun] = {}
+        self.windows: dict[bytes, WindowRun] = {}
+        self.grants: dict[RequestKey, tuple[int, tuple[int, ...]]] = {}
+        self.decoding: set[RequestKey] = set()
+        self.ends: defaultdict[tuple[str, RequestKey], int] = defaultdict(int)
+        self.tickets = 0
+
+    # What may happen next.
+
+    def progress(self) -> list[Action]:
+        """Actions that need no fault and no passing of time."""
+        found: list[Action] = [("start", name) for name, each in self.requests.items() if each.state == "new"]
+        found += [("deliver", item) for item in dict.fromkeys(self.bag)]
+        found += [("compute" if self.pools["P"].free else "give_up", key) for key in self.jobs]
+        found += [("decode", key) for key in self.decoding]
+        space = len(self.pools["D"].free)
+        found += [("reserve", key) for key in self.queue if self._wanted(key) <= space]
+        found += [("step", ship_id) for ship_id in self.ships]
+        found += [("stop", ship_id) for ship_id, run in self.ships.items() if run.stopping]
+        found += [("quiesce", ticket) for ticket, window in self.windows.items() if window.closing]
+        return found
+
+    def faults(self) -> list[Action]:
+        """Actions that the budgets still allow."""
+        spend = self.budgets
+        losable = [item for item in dict.fromkeys(self.bag) if item[0] != "local"]
+        between = [item for item in losable if item[0] == "peer"]
+        found: list[Action] = []
+        found += [("drop", item) for item in losable if spend["drop"]]
+        found += [("duplicate", item) for item in between if spend["duplicate"]]
+        found += [("forge", item) for item in between if spend["forge"]]
+        found += [("break", ship_id) for ship_id in self.ships if spend["break"]]
+        found += [("cancel", name) for name, each in self.requests.items() if each.state == "live" and spend["cancel"]]
+        found += [("crash", side) for side in ("P", "D") if spend["crash"]]
+        if spend["time"] and self.deadline() is not None:
+            found += [("time", None), ("time", TTL)]
+        return found
+
+    def apply(self, action: Action) -> None:
+        """Let it happen, then check everything."""
+        kind, subject = action
+        if kind in FAULTS:
+            self.budgets[kind] -= 1
+        getattr(self, f"_do_{kind}")(subject)
+        self.leases.check_integrity()
+        self.imports.check_integrity()
+
+    def drain(self, choose: Callable[[list[Action]], Action]) -> None:
+        """No more faults: everything under way arrives, time passes, and nothing may be left."""
+        for _ in range(5000):
+            possible = self.progress()
+            if possible:
+                self.apply(choose(possible))
+            elif self.deadline() is not None:
+                self.apply(("wait", None))
+            else:
+                break
+        else:
+            raise Fault("the world does not drain")
+        self.check_drained()
+
+    def check_drained(self) -> None:
+        """Nothing is held, kept or under way, and each opened import has ended once."""
+        require(self.leases.open_count == 0, "a lease is left")
+        require(self.imports.open_count == 0, "an import is left")
+        require(not self.ships and not self.windows, "a ship or a window is left")
+        for side, pool in self.pools.items():
+            require(not pool.holds, f"{side} still holds blocks: {pool.holds}")
+        for (kind, key), count in self.ends.items():
+            require(
+                kind != "open" or self.ends.get(("end", key)) == count == 1, f"{key} opened once and ended otherwise"
+            )
+
+    # The router.
+
+    def _do_start(self, name: str) -> None:
+        request = self.requests[name]
+        self.requests[name] = replace(request, state="live")
+        key = RequestKey(name, request.attempt)
+        self.bag += [("router", "P", "prefill", key, self.peers["D"]), ("router", "D", "reserve", key, self.peers["P"])]
+
+    def _do_cancel(self, name: str) -> None:
+        key = RequestKey(name, self.requests[name].attempt)
+        self.requests[name] = replace(self.requests[name], state="over")
+        self.bag += [("router", side, "cancel", key, self.peers[side]) for side in ("P", "D")]
+
+    def _failed(self, key: RequestKey) -> None:
+        request = self.requests[key.request_id]
+        if request.attempt != key.attempt or request.state == "over":
+            return
+        require(request.state != "done", f"{key} is reported as failed after its commit")
+        self._do_cancel(key.request_id)
+        if key.attempt + 1 < self.attempts:
+            self.requests[key.request_id] = replace(request, attempt=key.attempt + 1, state="new")
+
+    # The wire, time and crashes.
+
+    def _do_deliver(self, item: Action) -> None:
+        self.bag.remove(item)
+        channel, side, what, *rest = item
+        if channel == "router":
+            getattr(self, f"_on_{what}")(side, *rest)
+        elif channel == "peer":
+            self._run(side, getattr(self._book(side), METHODS[type(rest[0])])(what, rest[0], self.now))
+        else:
+            self._run(side, getattr(self._book(side), what)(*rest, self.now))
+
+    def _do_drop(self, item: Action) -> None:
+        self.bag.remove(item)
+
+    def _do_duplicate(self, item: Action) -> None:
+        self.bag.append(item)
+
+    def _do_forge(self, item: Action) -> None:
+        """The same message from an incarnation that is not the one concerned: it is refused, or changes nothing."""
+        _, side, sender, message = item
+        forger = Peer(sender.name, sender.incarnation - 5)
+        result = getattr(self._book(side), METHODS[type(message)])(forger, message, self.now)
+        told = [each for each in result if not (isinstance(each, do.Send) and isinstance(each.message, Refuse))]
+        require(not told and all(each.peer == forger for each in result), f"a stale {message} led to {result}")
+
+    def _do_time(self, step: float | None) -> None:
+        due = self.deadline()
+        assert due is not None
+        self.now = max(self.now, due) if step is None else self.now + step
+        self._run("P", self.leases.tick(self.now))
+        self._run("D", self.imports.tick(self.now))
+
+    _do_wait = _do_time
+
+    def _do_crash(self, side: str) -> None:
+        lost = self.peers[side]
+        self.peers[side] = Peer(lost.name, lost.incarnation + 1)
+        self.bag = [item for item in self.bag if (item[0], item[1]) != ("local", side)]
+        self.pools[side] = Pool(self.pools[side].size)
+        if side == "P":
+            for run in self.ships.values():
+                self._break_off(run)
+            self.leases = self.make["P"]()
+            self.jobs, self.ships = {}, {}
+            self.bag.append(("note", "D", "prefill_lost", lost))
+        else:
+            self.imports = self.make["D"]()
+            self.queue, self.windows, self.grants, self.decoding = {}, {}, {}, set()
+            self.ends = defaultdict(int)
+            self.bag.append(("note", "P", "reader_lost", lost))
+
+    # The prefill worker.
+
+    def _on_prefill(self, side: str, key: RequestKey, reader: Peer) -> None:
+        blocks = self.requests[key.request_id].blocks
+        self._run("P", self.leases.open(key, reader, None, blocks, 1, TTL, self.now))
+        if self.leases.is_open(key):
+            self.jobs[key] = (reader, ())
+
+    def _do_compute(self, key: RequestKey) -> None:
+        reader, blocks = self.jobs[key]
+        (block,) = self.pools["P"].take(("table", key), 1)
+        self.pools["P"].content[block] = (key.request_id, len(blocks))
+        self.jobs[key] = (reader, (*blocks, block))
+        self._run("P", self.leases.computed(key, [block], self.now))
+        if key in self.jobs and len(blocks) + 1 == self.requests[key.request_id].blocks:
+            del self.jobs[key]
+            self.pools["P"].drop(("table", key))
+            self._run("P", self.leases.finished(key, 1, self.now))
+
+    def _do_give_up(self, key: RequestKey) -> None:
+        self._run("P", self.leases.fail(key, Preempted("the pool is full"), self.now))
+
+    # The decode worker.
+
+    def _on_reserve(self, side: str, key: RequestKey, prefill: Peer) -> None:
+        self.queue[key] = PrefillAddress(peer=prefill, endpoint="p")
+        self._run("D", self.imports.waiting(key, self.queue[key], TTL, self.now))
+
+    def _do_reserve(self, key: RequestKey) -> None:
+        prefill = self.queue.pop(key)
+        blocks = self.pools["D"].take(("import", key), self._wanted(key))
+        generations = tuple(self.pools["D"].generation[block] for block in blocks)
+        self.tickets += 1
+        ticket = self.tickets.to_bytes(16)
+        request = self.requests[key.request_id]
+        self.ends["open", key] += 1
+        opened = self.imports.open(
+            key, prefill, request.first_block, blocks, generations, request.blocks, LAYOUT, "d", ticket, TTL, self.now
+        )
+        self.grants[key] = (request.first_block, blocks)
+        self._run("D", opened)
+
+    def _do_decode(self, key: RequestKey) -> None:
+        """The committed sequence runs to its end; until here nobody may have touched its blocks."""
+        first, blocks = self.grants[key]
+        for logical, block in zip(itertools.count(first), blocks):
+            require(self.pools["D"].content.get(block) == (key.request_id, logical), f"{key} decodes on wrong bytes")
+        self.decoding.discard(key)
+        self.pools["D"].drop(("table", key))
+
+    def _on_cancel(self, side: str, key: RequestKey, peer: Peer) -> None:
+        if side == "P" and self.jobs.pop(key, None) is not None:
+            self.pools["P"].drop(("table", key))
+        self._run(side, self._book(side).cancel(key, self.now))
+
+    # The transport.
+
+    def _do_step(self, ship_id: int) -> None:
+        run = self.ships[ship_id]
+        ship, at = run.ship, run.done
+        source, target, generation = ship.source_blocks[at], ship.target_blocks[at], ship.generations[at]
+        window = self.windows.get(ship.ticket)
+        if window is None or (target, generation) not in zip(window.blocks, window.generations, strict=True):
+            del self.ships[ship_id]
+            self.bag.append(("local", "P", "ship_failed", ship.key, ship_id, TicketRejected("no such window")))
+            return
+        read, written = self.pools["P"], self.pools["D"]
+        require(read.held_by(source, ("lease", ship.key), ("quarantine", ship.key)), f"{ship.key} ships a free block")
+        owners = ("import", window.key), ("quarantine", window.key)
+        require(written.held_by(target, *owners), f"{ship.key} writes block {target}, which is not its own")
+        require(written.generation[target] == generation, f"{ship.key} writes another life of block {target}")
+        written.content[target] = read.content[source]
+        self.ships[ship_id] = replace(run, done=at + 1)
+        if at + 1 == len(ship.source_blocks):
+            del self.ships[ship_id]
+            count = at + 1
+            nbytes = count * LAYOUT.block_bytes
+            self.bag.append(("local", "D", "landed", ship.ticket, count, nbytes))
+            self.bag.append(("local", "P", "shipped", ship.key, ship_id, nbytes, count, 0.0))
+
+    def _do_stop(self, ship_id: int) -> None:
+        run = self.ships.pop(ship_id)
+        self._break_off(run)
+        self.bag.append(("local", "P", "ship_failed", run.ship.key, ship_id, ChannelLost("stopped")))
+
+    _do_break = _do_stop
+
+    def _break_off(self, run: ShipRun) -> None:
+        if run.done and run.ship.ticket in self.windows:
+            self.bag.append(("local", "D", "broken", run.ship.ticket, ChannelLost("half a ship")))
+
+    def _do_quiesce(self, ticket: bytes) -> None:
+        del self.windows[ticket]
+        self.bag.append(("local", "D", "quiesced", ticket))
+
+    # The shells.
+
+    def _run(self, side: str, instructions: list[do.Instruction]) -> None:
+        for each in instructions:
+            match each:
+                case do.Send(peer, message):
+                    # A decode worker is known by its connection, so another incarnation's mail goes nowhere.
+                    if side == "D" or peer == self.peers["D"]:
+                        self.bag.append(("peer", "D" if side == "P" else "P", self.peers[side], message))
+                case do.Failed(key):
+                    self._failed(key)
+                case do.Ship():
+                    self.ships[each.ship_id] = ShipRun(each)
+                case do.StopShips(_, ticket):
+                    for ship_id, run in self.ships.items():
+                        if run.ship.ticket == ticket:
+                            self.ships[ship_id] = replace(run, stopping=True)
+                case do.OpenWindow(key, ticket, blocks, generations):
+                    self.windows[ticket] = WindowRun(key, blocks, generations)
+                case do.CloseWindow(_, ticket):
+                    self.windows[ticket] = replace(self.windows[ticket], closing=True)
+                case _:
+                    self._account(side, each)
+
+    def _account(self, side: str, instruction: do.Instruction) -> None:
+        pool = self.pools[side]
+        match instruction:
+            case do.Hold(key, blocks):
+                pool.add(("lease", key), blocks)
+            case do.Quarantine(key):
+                self._leave_step(side, key)
+                pool.move(("lease" if side == "P" else "import", key), ("quarantine", key))
+            case do.Release(key):
+                self._leave_step(side, key)
+                pool.drop(("lease", key), ("quarantine", key))
+            case do.FreeBlocks(key):
+                self.ends["end", key] += 1
+                pool.drop(("import", key), ("quarantine", key))
+            case do.Commit(key):
+                self._commit(key)
+
+    def _leave_step(self, side: str, key: RequestKey) -> None:
+        if side == "P" and self.jobs.pop(key, None) is not None:
+            self.pools["P"].drop(("table", key))
+
+    def _commit(self, key: RequestKey) -> None:
+        self.ends["end", key] += 1
+        pool = self.pools["D"]
+        first, blocks = self.grants[key]
+        require(all(window.key != key for window in self.windows.values()), f"{key} commits with its window open")
+        for logical, block in zip(itertools.count(first), blocks):
+            require(pool.held_by(block, ("import", key)), f"{key} commits a block that it does not own")
+            require(pool.content.get(block) == (key.request_id, logical), f"{key} commits wrong bytes")
+        pool.move(("import", key), ("table", key))
+        self.decoding.add(key)
+        request = self.requests[key.request_id]
+        if (request.attempt, request.state) == (key.attempt, "live"):
+            self.requests[key.request_id] = replace(request, state="done")
+
+    def _book(self, side: str) -> Any:
+        return self.leases if side == "P" else self.imports
+
+    def _wanted(self, key: RequestKey) -> int:
+        request = self.requests[key.request_id]
+        return request.blocks - request.first_block
+
+    def deadline(self) -> float | None:
+        """When time itself next does something."""
+        times = [time for time in (self.leases.deadline(), self.imports.deadline()) if time is not None]
+        return min(times, default=None)

@@ -1,0 +1,73 @@
+"""Exhaustive search through small handoffs: every order, every place for a fault; each state must be able to drain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from handoff_faults import (
+    AlwaysAnswers,
+    CommitsWithTheWindowOpen,
+    FreesWithTheWindowOpen,
+    HasNoFence,
+    ReleasesInFlight,
+)
+from handoff_pieces import Fault, Request
+from handoff_search import explore
+from handoff_world import World
+
+LIMIT = 60_000
+
+
+def world(
+    blocks: int, first_block: int, attempts: int, budgets: dict[str, int], **books: Callable[..., object]
+) -> World:
+    requests = {"a": Request(blocks, first_block)}
+    return World(requests, budgets, pools=(2, 2), attempts=attempts, **books)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "first_block", "attempts", "budgets"),
+    [
+        (2, 0, 1, {}),
+        (2, 1, 1, {"forge": 1}),
+        (2, 0, 1, {"drop": 2}),
+        (2, 0, 1, {"break": 2}),
+        (1, 0, 1, {"duplicate": 1}),
+        (1, 0, 1, {"cancel": 1, "drop": 1}),
+        (1, 0, 1, {"crash": 1}),
+        (1, 1, 1, {"cancel": 1}),
+        pytest.param(1, 0, 2, {"drop": 1}, marks=pytest.mark.slow),
+        pytest.param(1, 0, 1, {"time": 1}, marks=pytest.mark.slow),
+        pytest.param(2, 0, 1, {"cancel": 1}, marks=pytest.mark.slow),
+        pytest.param(1, 0, 1, {"cancel": 1, "crash": 1}, marks=pytest.mark.slow),
+        pytest.param(1, 0, 2, {"break": 1}, marks=pytest.mark.slow),
+    ],
+)
+def test_no_state_is_wrong_and_every_state_drains(
+    blocks: int, first_block: int, attempts: int, budgets: dict[str, int]
+) -> None:
+    states, outcomes = explore(world(blocks, first_block, attempts, budgets), LIMIT)
+    assert states > 50
+    if attempts > 1 or not budgets.keys() - {"duplicate", "forge"}:
+        # A duplicate or stale message changes nothing, and one more attempt makes good for any one fault.
+        assert outcomes == {"done"}
+    else:
+        assert outcomes >= {"done", "over"}
+
+
+@pytest.mark.parametrize(
+    ("books", "budgets", "complaint"),
+    [
+        ({"lease_book": ReleasesInFlight}, {"cancel": 1}, "ships a free block"),
+        ({"lease_book": HasNoFence}, {"forge": 1}, "a stale "),
+        ({"lease_book": AlwaysAnswers}, {"drop": 1}, "cannot drain"),
+        ({"import_book": FreesWithTheWindowOpen}, {"cancel": 1}, "not its own"),
+        ({"import_book": CommitsWithTheWindowOpen}, {}, "commits with its window open"),
+    ],
+)
+def test_the_search_finds_a_planted_fault(
+    books: dict[str, Callable[..., object]], budgets: dict[str, int], complaint: str
+) -> None:
+    with pytest.raises(Fault, match=complaint):
+        explore(world(1, 0, 1, budgets, **books), LIMIT)

@@ -1,0 +1,103 @@
+"""Random walks through the handoff: two books, a lossy wire, tiny pools, crashes, cancels. Failures name their seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from handoff_faults import (
+    AlwaysAnswers,
+    CommitsWithTheWindowOpen,
+    FreesWithTheWindowOpen,
+    HasNoFence,
+    ReleasesInFlight,
+)
+from handoff_pieces import Fault, Request
+from handoff_world import World
+
+from kv_transfer.imports import ImportBook
+from kv_transfer.lease import LeaseBook
+from protocol.errors import KVFerryError
+
+FAULTS = {"drop": 4, "duplicate": 3, "forge": 6, "break": 2, "cancel": 2, "crash": 2, "time": 12}
+
+
+def walk(
+    seed: int,
+    *,
+    faults: dict[str, int] | None = None,
+    lease_book: Callable[[], LeaseBook] = LeaseBook,
+    import_book: Callable[[], ImportBook] = ImportBook,
+) -> World:
+    """One random run to its end."""
+    rng = random.Random(seed)
+    requests = {}
+    for name in ("a", "b", "c", "d"):
+        blocks = rng.randint(1, 3)
+        requests[name] = Request(blocks, rng.choice([0, 0, rng.randint(0, blocks)]))
+    # Sound runs get a prefill pool that never makes a request give up.
+    source_blocks = 12 if faults == {} else rng.randint(5, 12)
+    world = World(
+        requests,
+        FAULTS if faults is None else faults,
+        lease_book=lease_book,
+        import_book=import_book,
+        pools=(source_blocks, rng.randint(3, 12)),
+    )
+    # Some runs are nearly sound, some are all trouble.
+    trouble = rng.choice([0.02, 0.1, 0.3])
+    for _ in range(rng.randint(20, 150)):
+        possible = world.progress()
+        faulty = world.faults()
+        if faulty and (not possible or rng.random() < trouble):
+            world.apply(rng.choice(faulty))
+        elif possible:
+            world.apply(rng.choice(possible))
+        else:
+            break
+    world.drain(rng.choice)
+    return world
+
+
+@pytest.mark.parametrize("batch", range(8))
+def test_whatever_happens_nothing_is_corrupted_and_everything_drains(batch: int) -> None:
+    outcomes = set()
+    for seed in range(batch * 100, batch * 100 + 100):
+        try:
+            outcomes |= {each.state for each in walk(seed).requests.values()}
+        except (Fault, KVFerryError) as error:
+            pytest.fail(f"seed {seed}: {error!r}")
+    assert outcomes >= {"done", "over"}, "the walk reaches both ends"
+
+
+def test_without_faults_every_request_commits() -> None:
+    for seed in range(40):
+        assert {each.state for each in walk(seed, faults={}).requests.values()} == {"done"}, f"seed {seed}"
+
+
+def test_with_a_wire_that_keeps_everything_the_router_hears_of_every_end() -> None:
+    faults = {**FAULTS, "drop": 0, "crash": 0}
+    for seed in range(100):
+        assert {each.state for each in walk(seed, faults=faults).requests.values()} <= {"done", "over"}, f"seed {seed}"
+
+
+@pytest.mark.parametrize(
+    ("books", "complaint"),
+    [
+        ({"lease_book": ReleasesInFlight}, "ships a free block"),
+        ({"lease_book": HasNoFence}, "a stale "),
+        ({"lease_book": AlwaysAnswers}, "does not drain"),
+        ({"import_book": FreesWithTheWindowOpen}, "not its own"),
+        ({"import_book": CommitsWithTheWindowOpen}, "commits with its window open"),
+    ],
+)
+def test_the_walk_finds_a_planted_fault(books: dict[str, Callable[[], LeaseBook]], complaint: str) -> None:
+    def run(seed: int) -> str:
+        try:
+            walk(seed, **books)  # type: ignore[arg-type]
+        except (Fault, KVFerryError) as error:
+            return str(error)
+        return ""
+
+    assert any(complaint in run(seed) for seed in range(300))
