@@ -1,0 +1,240 @@
+"""The blocking client.
+
+Life cycle: a :class:`Client` is made, used, and closed (or used as a context manager). A :class:`Stream` holds one
+connection until it ends or is closed; closing it early stops the generation on the workers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from router.client.results import (
+    Chunk,
+    Completion,
+    Health,
+    ModelCard,
+    completion_of,
+    error_of,
+    health_of,
+    joined,
+    models_of,
+)
+from router.client.wire import (
+    CHAT,
+    COMPLETIONS,
+    HEALTH,
+    MODELS,
+    RETRIED_STATUSES,
+    EventReader,
+    Messages,
+    Prompt,
+    RetryPolicy,
+    chat_body,
+    completion_body,
+    connection_error,
+    first_model,
+    may_retry,
+    request_headers,
+    stream_request,
+)
+
+
+class Stream:
+    """An answer as it is written; iterate it for chunks.
+
+    Attributes:
+        request_id: the router's own id.
+    """
+
+    def __init__(self, response: httpx.Response, base_url: str) -> None:
+        self.request_id = response.headers.get("x-request-id", "")
+        self._response = response
+        self._base_url = base_url
+        self._chunks = self._read()
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return self
+
+    def __next__(self) -> Chunk:
+        """The next chunk.
+
+        Raises:
+            ConnectionFailed: the connection broke in mid-answer.
+            KVFerryError: the router reports that the answer failed.
+        """
+        return next(self._chunks)
+
+    def read(self) -> Completion:
+        """All that is still to come, as one completion."""
+        return joined(list(self), self.request_id)
+
+    def close(self) -> None:
+        """Leave; the workers stop. A second call does nothing."""
+        self._chunks.close()
+        self._response.close()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _read(self) -> Generator[Chunk, None, None]:
+        events = EventReader()
+        try:
+            for line in self._response.iter_lines():
+                chunk = events.push(line)
+                if chunk is not None:
+                    yield chunk
+        except httpx.HTTPError as error:
+            raise connection_error(error, self._base_url) from error
+        finally:
+            self._response.close()
+        events.finish()
+
+
+class Client:
+    """A connection to a router.
+
+    Args:
+        base_url: such as ``http://127.0.0.1:8000``.
+        model: asked for where a call names none; by default the first that the router serves.
+        timeout: seconds to wait for the next bytes of an answer, and to connect.
+        retries: tries after the first, when the router cannot be reached or answers 429 or 503.
+        backoff: seconds before the second try, doubled for each further one; 0 never waits.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        model: str | None = None,
+        timeout: float = 600.0,
+        retries: int = 2,
+        backoff: float = 0.25,
+    ) -> None:
+        self.base_url = base_url.rstrip("/")
+        self._model = model
+        self._policy = RetryPolicy(retries, backoff)
+        self._http = httpx.Client(base_url=self.base_url, timeout=timeout, trust_env=False)
+
+    def complete(
+        self,
+        prompt: Prompt,
+        *,
+        model: str | None = None,
+        timings: bool = False,
+        request_id: str | None = None,
+        **params: Any,
+    ) -> Completion:
+        """Continue a prompt: text, token ids, or a list of either.
+
+        Args:
+            prompt: what to continue.
+            model: by default the client's.
+            timings: whether the result shall carry timings.
+            request_id: the caller's own id; it comes back in a header.
+            params: further fields of the request, such as ``max_tokens`` and ``temperature``.
+
+        Raises:
+            InvalidRequest: the router refuses the request; names the field.
+            ConnectionFailed: the router cannot be reached.
+            KVFerryError: anything else that the router reports.
+        """
+        body = completion_body(prompt, model or self._default_model(), params)
+        return self._whole(COMPLETIONS, body, request_headers(timings=timings, request_id=request_id))
+
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        model: str | None = None,
+        timings: bool = False,
+        request_id: str | None = None,
+        **params: Any,
+    ) -> Completion:
+        """The assistant's answer to a chat; arguments and errors as :meth:`complete`."""
+        body = chat_body(messages, model or self._default_model(), params)
+        return self._whole(CHAT, body, request_headers(timings=timings, request_id=request_id))
+
+    def stream(
+        self,
+        prompt: Prompt | Messages,
+        *,
+        model: str | None = None,
+        timings: bool = False,
+        request_id: str | None = None,
+        **params: Any,
+    ) -> Stream:
+        """The answer to a prompt, or to a chat, as it is written; arguments and errors as :meth:`complete`."""
+        path, body = stream_request(prompt, model or self._default_model(), params)
+        response = self._send("POST", path, body, request_headers(timings=timings, request_id=request_id))
+        return Stream(response, self.base_url)
+
+    def models(self) -> tuple[ModelCard, ...]:
+        """The served models."""
+        return models_of(self._content(self._send("GET", MODELS, None, {})))
+
+    def health(self) -> Health:
+        """The router's health; being not ready is an answer, not an error."""
+        try:
+            response = self._http.get(HEALTH)
+        except httpx.HTTPError as error:
+            raise connection_error(error, self.base_url) from error
+        return health_of(response.content)
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._http.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _default_model(self) -> str:
+        if self._model is None:
+            self._model = first_model(card.id for card in self.models())
+        return self._model
+
+    def _whole(self, path: str, body: bytes, headers: Mapping[str, str]) -> Completion:
+        response = self._send("POST", path, body, headers)
+        return completion_of(self._content(response), response.headers.get("x-request-id", ""))
+
+    def _content(self, response: httpx.Response) -> bytes:
+        try:
+            return response.read()
+        except httpx.HTTPError as error:
+            raise connection_error(error, self.base_url) from error
+        finally:
+            response.close()
+
+    def _send(self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]) -> httpx.Response:
+        """A response whose head has come and says success; its body is still to be read."""
+        tried = 0
+        while True:
+            tried += 1
+            request = self._http.build_request(method, path, content=body, headers=headers)
+            try:
+                response = self._http.send(request, stream=True)
+            except httpx.HTTPError as error:
+                if not may_retry(error) or tried > self._policy.retries:
+                    raise connection_error(error, self.base_url) from error
+                time.sleep(self._policy.pause(tried))
+                continue
+            if response.status_code < 400:
+                return response
+            content = self._content(response)
+            if response.status_code not in RETRIED_STATUSES or tried > self._policy.retries:
+                raise error_of(response.status_code, content)
+            time.sleep(self._policy.pause(tried, response.headers.get("retry-after")))

@@ -1,0 +1,151 @@
+"""The part of the client that does no I/O: requests, events, retries."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import msgspec
+
+from protocol.errors import ConfigError, ConnectionFailed, DeadlineExceeded, KVFerryError, MalformedFrame
+from router.client.results import Chunk, chunk_of
+
+Prompt = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
+Messages = Sequence[Mapping[str, Any]]
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+MODELS = "/v1/models"
+HEALTH = "/health"
+
+RETRIED_STATUSES = frozenset({429, 503})
+MAX_PAUSE = 10.0
+"""Seconds between two tries at most, whatever the router asks for."""
+MAX_LINE = 16 << 20
+"""Characters of one event at most."""
+DONE = "[DONE]"
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """When a request is tried again: only while nothing of an answer has come.
+
+    Attributes:
+        retries: tries after the first.
+        backoff: seconds before the second try, doubled for each further one; 0 never waits.
+
+    Raises:
+        ConfigError: a value is outside its range; names the field and the value.
+    """
+
+    retries: int = 2
+    backoff: float = 0.25
+
+    def __post_init__(self) -> None:
+        if self.retries < 0:
+            raise ConfigError(f"retries must be at least 0, got {self.retries}", field="retries")
+        if not self.backoff >= 0:
+            raise ConfigError(f"backoff must be at least 0, got {self.backoff}", field="backoff")
+
+    def pause(self, tried: int, retry_after: str | None = None) -> float:
+        """Seconds to wait after the ``tried``-th try, counted from 1."""
+        # Chance parts clients that failed together.
+        own = self.backoff * 2 ** (tried - 1) * (0.5 + random.random())  # noqa: S311 -- no secret
+        try:
+            asked = float(retry_after) if retry_after else 0.0
+        except ValueError:  # the header's other form, a date
+            asked = 0.0
+        return min(max(own, asked), MAX_PAUSE) if self.backoff else 0.0
+
+
+def completion_body(prompt: Prompt, model: str, params: Mapping[str, Any]) -> bytes:
+    """The JSON of a completion request."""
+    return _body({"model": model, "prompt": prompt, **params})
+
+
+def chat_body(messages: Messages, model: str, params: Mapping[str, Any]) -> bytes:
+    """The JSON of a chat request."""
+    return _body({"model": model, "messages": messages, **params})
+
+
+def stream_request(prompt: Prompt | Messages, model: str, params: Mapping[str, Any]) -> tuple[str, bytes]:
+    """``(path, JSON)`` of a stream; a list of mappings is a chat, anything else a prompt."""
+    options = {"stream": True, "stream_options": {"include_usage": True}, **params}
+    if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
+        return CHAT, _body({"model": model, "messages": prompt, **options})
+    return COMPLETIONS, _body({"model": model, "prompt": prompt, **options})
+
+
+def _body(fields: Mapping[str, Any]) -> bytes:
+    return msgspec.json.encode({name: value for name, value in fields.items() if value is not None})
+
+
+def request_headers(*, timings: bool, request_id: str | None) -> dict[str, str]:
+    """Headers of a request that generates."""
+    headers = {"content-type": "application/json"}
+    if timings:
+        headers["x-kvferry-timings"] = "1"
+    if request_id is not None:
+        headers["x-request-id"] = request_id
+    return headers
+
+
+def connection_error(error: httpx.HTTPError, base_url: str) -> KVFerryError:
+    """The error of ours for one of the HTTP library."""
+    reason = str(error) or type(error).__name__
+    if isinstance(error, httpx.ReadTimeout | httpx.WriteTimeout):
+        return DeadlineExceeded(f"the router at {base_url} did not answer in time: {reason}")
+    return ConnectionFailed(f"no answer from the router at {base_url}: {reason}")
+
+
+def may_retry(error: httpx.HTTPError) -> bool:
+    """Whether ``error`` came before anything was sent."""
+    return isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+
+
+class EventReader:
+    """Lines of a stream of server-sent events to chunks.
+
+    Life cycle: :meth:`push` for each line; :meth:`finish` when there are no more. ``done`` is set by the end mark.
+
+    Raises:
+        KVFerryError: from :meth:`push`, the error that the router sent in mid-answer.
+    """
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def push(self, line: str) -> Chunk | None:
+        """The chunk in ``line``; None for anything that carries none."""
+        if len(line) > MAX_LINE:
+            raise MalformedFrame(f"an event has {len(line)} characters, over the bound of {MAX_LINE}")
+        if self.done or not line.startswith("data:"):
+            return None
+        data = line[5:].strip()
+        if data == DONE:
+            self.done = True
+            return None
+        return chunk_of(data)
+
+    def finish(self) -> None:
+        """Check that the stream ended as it should.
+
+        Raises:
+            ConnectionFailed: it ended before its end mark.
+        """
+        if not self.done:
+            raise ConnectionFailed("the stream ended before the answer did")
+
+
+def first_model(names: Iterable[str]) -> str:
+    """The model that is used where the caller names none.
+
+    Raises:
+        MalformedFrame: the router serves none.
+    """
+    for name in names:
+        return name
+    raise MalformedFrame("the router names no model")

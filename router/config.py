@@ -1,0 +1,89 @@
+"""Settings of one router."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from protocol.errors import ConfigError
+from router.policy import POLICIES
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """Everything a router needs to know before it starts. Times in seconds.
+
+    Attributes:
+        model: served name, what clients put into ``model`` and workers announce.
+        tokenizer: Hugging Face directory with the tokenizer's files.
+        name: of this router, unique among the cluster's routers.
+        host, port: of the HTTP server; port 0 takes a free one.
+        hub: ZeroMQ address that workers connect to; port 0 takes a free one.
+        policy: how workers are chosen, a name in ``router.policy.POLICIES``.
+        worker_timeout: a worker that sends no heartbeat this long is lost.
+        step_age_bound: a worker whose step loop has not come round this long is lost.
+        forget_after: a lost worker is dropped from the listing after this.
+        max_attempts: failed attempts of one request at most; preemptions do not count.
+        worker_wait: how long a retry waits for a worker to join when there is none.
+        worker_wait_first: the same for a first attempt; 0 fails at once.
+        retry_backoff: pause before the second retry in a row, doubled for each further one, at most 1 s.
+        reorder_grace: how long decode's tokens may be here before prefill's first one.
+        stall_timeout: how long a decode worker may send nothing once it has begun to.
+        max_requests: live requests at most.
+        lease_ttl: told to workers: how long a lease lives without a sign of its reader.
+        request_timeout: time limit of one request, and the most a client may ask for.
+        stop_grace: how long a stopping server lets open answers go on.
+
+    Raises:
+        ConfigError: a value is outside its range; names the field and the value.
+    """
+
+    model: str
+    tokenizer: str
+    name: str = "router-0"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    hub: str = "tcp://127.0.0.1:0"
+    policy: str = "least_loaded"
+    worker_timeout: float = 2.0
+    step_age_bound: float = 10.0
+    forget_after: float = 600.0
+    max_attempts: int = 4
+    worker_wait: float = 5.0
+    worker_wait_first: float = 0.0
+    retry_backoff: float = 0.05
+    reorder_grace: float = 2.0
+    stall_timeout: float = 60.0
+    max_requests: int = 4096
+    lease_ttl: float = 30.0
+    request_timeout: float = 600.0
+    stop_grace: float = 5.0
+
+    def __post_init__(self) -> None:
+        for field in ("model", "tokenizer", "host"):
+            self._check(field, bool(getattr(self, field)), "not empty")
+        self._check(
+            "name", re.fullmatch(r"[A-Za-z0-9._-]{1,128}", self.name) is not None, "1 to 128 of A-Z a-z 0-9 . _ -"
+        )
+        self._check("model", len(self.model) <= 256, "at most 256 characters")
+        self._check("port", 0 <= self.port <= 65535, "in [0, 65535]")
+        self._check("hub", self.hub.startswith(("tcp://", "ipc://")), "a tcp:// or ipc:// address")
+        self._check("policy", self.policy in POLICIES, f"one of {sorted(POLICIES)}")
+        for field in (
+            "worker_timeout",
+            "step_age_bound",
+            "forget_after",
+            "lease_ttl",
+            "request_timeout",
+            "stall_timeout",
+        ):
+            self._check(field, 0.0 < getattr(self, field) < math.inf, "over 0 and finite")
+        for field in ("worker_wait", "worker_wait_first", "retry_backoff", "reorder_grace", "stop_grace"):
+            self._check(field, 0.0 <= getattr(self, field) < math.inf, "at least 0 and finite")
+        for field in ("max_attempts", "max_requests"):
+            self._check(field, 1 <= getattr(self, field) <= 1 << 20, "in [1, 2**20]")
+
+    def _check(self, field: str, valid: bool, wanted: str) -> None:
+        if not valid:
+            raise ConfigError(f"{field} must be {wanted}, got {getattr(self, field)!r}", field=field)

@@ -1,0 +1,289 @@
+"""Carries out what the request machines ask for. No asyncio task, no wait: events in, frames and outputs out.
+
+Life cycle of a request here: admitted, advanced by each event that concerns it, and dropped in the moment its machine
+has ended; only its mailbox stays with the reader.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import ParamSpec
+
+from protocol.errors import InvariantViolation, KVFerryError, NoWorkerAvailable, Overloaded
+from protocol.ids import Peer, RequestKey, new_request_id
+from protocol.messages import Cancel, Envelope, Failed, Heartbeat, Message, Tokens
+from router.front.generation import Generation, GenerationReport
+from router.instructions import (
+    Emit,
+    Fail,
+    Instruction,
+    NeedPlacement,
+    Retry,
+    SendCancel,
+    SendPrefill,
+    SendReserve,
+    Stage,
+)
+from router.mailbox import Mailbox
+from router.metrics import RouterMetrics
+from router.outstanding import Outstanding
+from router.policy import Demand, Snapshot, mismatch, place
+from router.registry import WorkerEvent, WorkerJoined, WorkerRegistry
+from router.request import RequestLimits, RequestMachine
+from router.request_table import RequestState
+
+_log = logging.getLogger(__name__)
+P = ParamSpec("P")
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """One live request.
+
+    Attributes:
+        machine: decides.
+        mailbox: its reader's.
+        answered: whether its first token was given out.
+        charged_for: state and attempt that its workers are charged for.
+    """
+
+    machine: RequestMachine
+    mailbox: Mailbox = field(default_factory=Mailbox)
+    answered: bool = False
+    charged_for: tuple[RequestState, int] = (RequestState.QUEUED, 0)
+
+
+class Dispatcher:
+    """All live requests of one router.
+
+    Args:
+        model: served name.
+        policy: name of the placement policy.
+        limits: on each request.
+        max_requests: live at once.
+        registry: of the workers.
+        metrics: counts what happens.
+        send: queues a message for a worker by its hub identity; False when it cannot be reached.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        policy: str,
+        limits: RequestLimits,
+        max_requests: int,
+        registry: WorkerRegistry,
+        metrics: RouterMetrics,
+        send: Callable[[bytes, Message], bool],
+    ) -> None:
+        self._model = model
+        self._policy = policy
+        self._limits = limits
+        self._max_requests = max_requests
+        self._registry = registry
+        self._metrics = metrics
+        self._send = send
+        self._live: dict[str, LiveRequest] = {}
+        self._outstanding = Outstanding()
+        self._turn = 0
+        self._work: deque[tuple[LiveRequest, Instruction]] = deque()
+        self._working = False
+
+    @property
+    def live_requests(self) -> int:
+        """How many requests are under way."""
+        return len(self._live)
+
+    @property
+    def deadline(self) -> float:
+        """When ``tick`` next has something to do for a request; infinite when never."""
+        return min((live.machine.deadline for live in self._live.values()), default=float("inf"))
+
+    def admit(self, generation: Generation, now: float) -> LiveRequest:
+        """Let a request in and start its first attempt.
+
+        Raises:
+            InvalidRequest: it can never be served; names the field.
+            Overloaded: too many requests are live.
+        """
+        if len(self._live) >= self._max_requests:
+            raise Overloaded(f"{len(self._live)} requests are under way, the bound is {self._max_requests}")
+        live = LiveRequest(RequestMachine(new_request_id(), generation, self._limits))
+        self._live[live.machine.request_id] = live
+        self._metrics.prompt_tokens.inc(len(generation.token_ids))
+        self._advance(live, live.machine.submit(now), now)
+        return live
+
+    def cancel(self, live: LiveRequest, now: float) -> None:
+        """The reader left; nothing happens when the request has ended."""
+        if live.machine.ended:
+            return
+        self._metrics.ended("cancelled", "request_cancelled")
+        self._metrics.paced(live.machine.timeline, live.machine.emitted, now)
+        self._advance(live, live.machine.cancel(now), now)
+
+    def abandon_all(self, error: KVFerryError, now: float) -> int:
+        """Fail every live request; returns how many there were."""
+        everything = list(self._live.values())
+        for live in everything:
+            self._advance(live, live.machine.abandon(error, now), now)
+        return len(everything)
+
+    def receive(self, identity: bytes, envelope: Envelope, now: float) -> bool:
+        """Take in one message from a worker; False when workers have no business sending it."""
+        match envelope.body:
+            case Heartbeat() as beat:
+                self._workers_changed(self._registry.heartbeat(envelope.sender, identity, beat, now), now)
+            case Tokens() as tokens:
+                live = self._current(identity, tokens.key, leg_goes_on=tokens.finish_reason is None)
+                if live is not None:
+                    self._guarded(live, now, live.machine.tokens, envelope.sender, tokens, now)
+            case Failed() as failed:
+                live = self._current(identity, failed.key, leg_goes_on=False)
+                if live is not None:
+                    self._guarded(live, now, live.machine.failed, envelope.sender, failed, now)
+            case _:
+                return False
+        return True
+
+    def tick(self, now: float) -> None:
+        """Time passed."""
+        self._workers_changed(self._registry.tick(now), now)
+        for live in [live for live in self._live.values() if live.machine.deadline <= now]:
+            self._guarded(live, now, live.machine.tick, now)
+
+    def can_place(self) -> str | None:
+        """Why a new request would find no pair of workers, or None when it would find one."""
+        try:
+            place(self._policy, self._snapshot(), Demand(needs_decode=True))
+        except NoWorkerAvailable as error:
+            return error.message
+        return None
+
+    def _snapshot(self) -> Snapshot:
+        return Snapshot(self._registry.workers(), self._outstanding.by_peer, self._model)
+
+    def _current(self, identity: bytes, key: RequestKey, *, leg_goes_on: bool) -> LiveRequest | None:
+        live = self._live.get(key.request_id)
+        if live is not None and live.machine.key == key:
+            return live
+        self._metrics.late_messages.inc()
+        if leg_goes_on:
+            # Its cancel was lost, or it works for an earlier life of this router: nobody else would ever stop it.
+            self._send(identity, Cancel(key=key, reason="this attempt is over"))
+        return None
+
+    def _workers_changed(self, events: Iterable[WorkerEvent], now: float) -> None:
+        for event in events:
+            _log.info("%s", event)
+            everything = list(self._live.values())
+            if isinstance(event, WorkerJoined):
+                if not event.returned:
+                    self._report_mismatches(event.peer)
+                for live in everything:
+                    self._advance(live, live.machine.workers_changed(now), now)
+            else:
+                for live in everything:
+                    self._advance(live, live.machine.worker_lost(event.peer, event.reason, now), now)
+
+    def _report_mismatches(self, peer: Peer) -> None:
+        joined = self._registry.find(peer)
+        assert joined is not None, "it joined just now"
+        if joined.profile.model != self._model:
+            _log.warning("worker %s serves %r, not %r: not used", peer, joined.profile.model, self._model)
+            return
+        for other in self._registry.workers():
+            if not other.live or other.profile.role == joined.profile.role:
+                continue
+            prefill, decode = (joined, other) if joined.profile.role == "prefill" else (other, joined)
+            reason = mismatch(prefill.profile, decode.profile)
+            if reason is not None:
+                _log.warning("workers %s and %s cannot be paired: %s", prefill.peer, decode.peer, reason)
+
+    def _guarded(
+        self, live: LiveRequest, now: float, event: Callable[P, list[Instruction]], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        try:
+            instructions = event(*args, **kwargs)
+        except InvariantViolation as error:
+            _log.exception("request %s", live.machine.key)
+            instructions = live.machine.abandon(error, now)
+        self._advance(live, instructions, now)
+
+    def _advance(self, live: LiveRequest, instructions: Iterable[Instruction], now: float) -> None:
+        self._settle_accounts(live)
+        self._work.extend((live, instruction) for instruction in instructions)
+        if self._working:
+            return  # the loop below is running further up the stack and will come to these
+        self._working = True
+        try:
+            while self._work:
+                target, instruction = self._work.popleft()
+                self._perform(target, instruction, now)
+        finally:
+            self._working = False
+
+    def _perform(self, live: LiveRequest, instruction: Instruction, now: float) -> None:
+        machine = live.machine
+        match instruction:
+            case Emit():
+                self._emit(live, instruction, now)
+            case NeedPlacement(needs_decode, excluded):
+                if machine.state is RequestState.QUEUED:
+                    self._place(live, Demand(needs_decode, excluded, self._turn), now)
+            case SendReserve(peer, message) | SendPrefill(peer, message):
+                # An attempt that ended while its messages waited here is not opened any more.
+                if machine.key == message.key and not machine.ended and not self._send_to(peer, message):
+                    self._workers_changed(self._registry.unreachable(peer), now)
+                    self._advance(live, machine.worker_lost(peer, "it cannot be reached", now), now)
+            case SendCancel(peer, key, reason):
+                self._send_to(peer, Cancel(key=key, reason=reason))
+            case Retry(cause, attempt):
+                self._metrics.retries.labels(cause.code).inc()
+                _log.info("request %s: attempt %d follows: %s", machine.request_id, attempt, cause.message)
+            case Fail(error):
+                live.mailbox.fail(error)
+                self._metrics.ended("failed", error.code)
+                _log.warning("request %s failed: %s: %s", machine.request_id, error.code, error.message)
+
+    def _send_to(self, peer: Peer, message: Message) -> bool:
+        worker = self._registry.find(peer)
+        return worker is not None and self._send(worker.identity, message)
+
+    def _place(self, live: LiveRequest, demand: Demand, now: float) -> None:
+        try:
+            placement = place(self._policy, self._snapshot(), demand)
+        except NoWorkerAvailable as error:
+            self._advance(live, live.machine.unplaced(error, now), now)
+            return
+        self._turn += 1
+        self._advance(live, live.machine.placed(placement, now), now)
+
+    def _emit(self, live: LiveRequest, emit: Emit, now: float) -> None:
+        machine, metrics = live.machine, self._metrics
+        report: GenerationReport | None = None
+        if emit.stage is not Stage.DECODING or emit.finish_reason is not None:
+            report = machine.timeline.report(machine.request_id, machine.attempt + 1, now)
+            metrics.reached(emit.stage, report, first=not live.answered)
+            live.answered = True
+        live.mailbox.put(emit.token_ids, emit.finish_reason, report)
+        metrics.output_tokens.inc(len(emit.token_ids))
+        if emit.finish_reason is not None:
+            metrics.ended("finished", emit.finish_reason)
+            metrics.paced(machine.timeline, machine.emitted, now)
+            metrics.e2e.observe(now - machine.timeline.submitted)
+
+    def _settle_accounts(self, live: LiveRequest) -> None:
+        machine = live.machine
+        if machine.ended:
+            if self._live.pop(machine.request_id, None) is not None:
+                self._outstanding.charge(machine.request_id, {})
+            return
+        current = (machine.state, machine.attempt)
+        if current != live.charged_for:
+            live.charged_for = current
+            self._outstanding.charge(machine.request_id, machine.charges())

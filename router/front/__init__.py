@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP front: parsing, detokenising, stop strings, answers; it knows no worker."""

@@ -1,0 +1,235 @@
+"""The ASGI application: OpenAI's API in front of a generation service."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import TypeVar
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from protocol.errors import KVFerryError, ProtocolError, RequestCancelled, UnknownModel
+from router.front.choices import Choices
+from router.front.config import FrontConfig
+from router.front.errors import RETRY_AFTER, error_body, error_object, status_of
+from router.front.exchange import Exchange, Header, Receive, Scope, Send
+from router.front.formats import AnswerFormat, ChatShape, CompletionShape, Result, Shape, Timings, Usage, event
+from router.front.generation import GenerationService
+from router.front.parsing import parse_chat, parse_completion, shown
+from router.front.plan import Plan, Planner
+from router.front.routes import Found, RouteTable, WrongMethod
+from router.front.schema import GenerationRequest
+from router.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[Exchange, str], Awaitable[None]]
+R = TypeVar("R", bound=GenerationRequest)
+
+LONG_BODY_BYTES = 16 << 10
+"""From here on a request is parsed and tokenised in a thread, so that running streams do not wait for it."""
+OWNER = "kvferry"
+
+
+class Front:
+    """The HTTP front of a router.
+
+    Args:
+        service: continues prompts.
+        tokenizer: of the checkpoint that the service serves.
+        config: bounds on what clients may send.
+    """
+
+    def __init__(self, service: GenerationService, tokenizer: Tokenizer, config: FrontConfig | None = None) -> None:
+        self._service = service
+        self._tokenizer = tokenizer
+        self._config = config or FrontConfig()
+        self._created = int(time.time())
+        self._routes: RouteTable[Handler] = RouteTable(
+            {
+                "/v1/chat/completions": {"POST": self._chat},
+                "/v1/completions": {"POST": self._completion},
+                "/v1/models": {"GET": self._models},
+                "/v1/models/": {"GET": self._model},
+                "/health": {"GET": self._health},
+                "/ready": {"GET": self._health},
+                "/metrics": {"GET": self._metrics},
+                "/cluster": {"GET": self._cluster},
+            }
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one HTTP request (ASGI 3)."""
+        if scope["type"] != "http":
+            raise ProtocolError(f"the front speaks HTTP alone, got {scope['type']!r}")
+        exchange = Exchange(scope, receive, send, send_timeout=self._config.send_timeout)
+        try:
+            await self._answer(exchange)
+        except RequestCancelled:
+            log.debug("request %s: the client went away", exchange.request_id)
+
+    async def _answer(self, exchange: Exchange) -> None:
+        found = self._routes.find(exchange.method, exchange.path)
+        if not isinstance(found, Found):
+            await _no_route(exchange, found)
+            return
+        try:
+            await found.handler(exchange, found.rest)
+        except RequestCancelled:
+            raise
+        except KVFerryError as error:
+            await _refuse(exchange, error)
+        except Exception:
+            log.exception("request %s failed", exchange.request_id)
+            await _refuse(exchange, KVFerryError("internal error"))
+
+    async def _chat(self, exchange: Exchange, _: str) -> None:
+        await self._generate(exchange, ChatShape(), parse_chat, lambda planner, request: planner.chat(request))
+
+    async def _completion(self, exchange: Exchange, _: str) -> None:
+        await self._generate(
+            exchange, CompletionShape(), parse_completion, lambda planner, request: planner.completion(request)
+        )
+
+    async def _generate(
+        self, exchange: Exchange, shape: Shape, parse: Callable[[bytes], R], plan: Callable[[Planner, R], Plan]
+    ) -> None:
+        body = await exchange.read_body(self._config.max_body_bytes)
+        planner = Planner(self._tokenizer, self._config, self._max_model_len())
+
+        def prepare() -> Plan:
+            request = parse(body)
+            self._check_model(request.model)
+            return plan(planner, request)
+
+        async def work() -> None:
+            ready = prepare() if len(body) < LONG_BODY_BYTES else await asyncio.to_thread(prepare)
+            form = AnswerFormat(
+                shape,
+                exchange.request_id,
+                self._service.model,
+                include_usage=ready.include_usage,
+                timings=exchange.header(b"x-kvferry-timings") == b"1",
+            )
+            choices = Choices(self._service, self._tokenizer, ready)
+            send = _stream if ready.stream else _collect
+            await send(exchange, form, choices, _prompt_tokens(ready))
+
+        await exchange.until_gone(work())
+
+    def _max_model_len(self) -> int | None:
+        return self._service.max_model_len or self._tokenizer.max_model_len
+
+    def _check_model(self, name: str) -> None:
+        if name != self._service.model:
+            raise UnknownModel(f"the model {shown(name)} does not exist", field="model")
+
+    async def _models(self, exchange: Exchange, _: str) -> None:
+        await exchange.respond(200, msgspec.json.encode({"object": "list", "data": [self._model_card()]}))
+
+    async def _model(self, exchange: Exchange, name: str) -> None:
+        self._check_model(name)
+        await exchange.respond(200, msgspec.json.encode(self._model_card()))
+
+    def _model_card(self) -> dict[str, object]:
+        return {
+            "id": self._service.model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": OWNER,
+            "max_model_len": self._max_model_len(),
+        }
+
+    async def _health(self, exchange: Exchange, _: str) -> None:
+        health = self._service.health()
+        await exchange.respond(200 if health.ready else 503, msgspec.json.encode(health))
+
+    async def _metrics(self, exchange: Exchange, _: str) -> None:
+        await exchange.respond(200, self._service.metrics(), content_type=CONTENT_TYPE_LATEST.encode())
+
+    async def _cluster(self, exchange: Exchange, _: str) -> None:
+        await exchange.respond(200, msgspec.json.encode(self._service.cluster()))
+
+
+async def _no_route(exchange: Exchange, found: WrongMethod | None) -> None:
+    headers: tuple[Header, ...] = ()
+    if found is None:
+        status, code, message = 404, "not_found", f"there is nothing at {exchange.path[:200]}"
+    else:
+        status, code, message = 405, "method_not_allowed", f"{exchange.path[:200]} does not answer {exchange.method}"
+        headers = ((b"allow", ", ".join(found.allowed).encode()),)
+    await exchange.respond(status, msgspec.json.encode(error_object(message, status, code)), headers=headers)
+
+
+async def _refuse(exchange: Exchange, error: KVFerryError) -> None:
+    """Answer an error: with its status, or as an event where the answer has begun."""
+    if exchange.started:
+        await exchange.end(event(error_body(error)))
+        return
+    status = status_of(error)
+    headers: list[Header] = []
+    if status in RETRY_AFTER:
+        headers.append((b"retry-after", str(RETRY_AFTER[status]).encode()))
+    if status == 413:
+        # The rest of the body may still be on its way; nothing else may be read from this connection.
+        headers.append((b"connection", b"close"))
+    await exchange.respond(status, error_body(error), headers=headers)
+
+
+async def _collect(exchange: Exchange, form: AnswerFormat, choices: Choices, prompt_tokens: int) -> None:
+    """Answer with one object."""
+    texts: list[list[str]] = [[] for _ in choices.texts]
+    results: dict[int, Result] = {}
+    async with aclosing(choices.pieces()) as pieces:
+        async for index, piece in pieces:
+            texts[index].append(piece.text)
+            if piece.finish_reason is not None:
+                results[index] = Result("".join(texts[index]), piece.finish_reason)
+    ordered = [results[index] for index in range(len(texts))]
+    await exchange.respond(200, form.whole(ordered, _usage(choices, prompt_tokens), _timings(choices)))
+
+
+async def _stream(exchange: Exchange, form: AnswerFormat, choices: Choices, prompt_tokens: int) -> None:
+    """Answer with events, the first of them when the first token is there: until then an error has its own status."""
+    opened: set[int] = set()
+    open_choices = len(choices.texts)
+    async with aclosing(choices.pieces()) as pieces:
+        async for index, piece in pieces:
+            data = b""
+            if not exchange.started:
+                await exchange.start_events()
+            if index not in opened:
+                opened.add(index)
+                data = form.opening(index)
+            if piece.text:
+                data += form.text(index, piece.text)
+            if piece.finish_reason is not None:
+                closing = form.closing(index, piece.finish_reason)
+                open_choices -= 1
+                if not open_choices:
+                    ending = form.ending(closing, _usage(choices, prompt_tokens), _timings(choices))
+                    await exchange.end(data + ending)
+                    return
+                data += event(closing)
+            if data:
+                await exchange.write(data)
+
+
+def _prompt_tokens(plan: Plan) -> int:
+    return sum(len(generation.token_ids) for generation in plan.generations)
+
+
+def _usage(choices: Choices, prompt_tokens: int) -> Usage:
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=sum(text.tokens for text in choices.texts),
+        cached_tokens=sum(text.report.cached_tokens for text in choices.texts if text.report is not None),
+    )
+
+
+def _timings(choices: Choices) -> Timings:
+    return tuple(text.report for text in choices.texts)

@@ -1,0 +1,93 @@
+"""Runs the generations of one request and merges their pieces.
+
+Life cycle of :class:`Choices`: made from a plan; :meth:`~Choices.pieces` is iterated once, until it ends or is closed,
+and either way no generation stays open behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from protocol.errors import InvariantViolation
+from router.front.detokenizer import Decoder
+from router.front.generation import GenerationService
+from router.front.plan import Plan
+from router.front.text import OutputText, Piece
+
+QUEUED_PIECES = 64
+"""Pieces of all choices that wait for a slow client; then the choices wait."""
+
+Indexed = tuple[int, Piece]
+
+
+class Choices:
+    """The choices of one request.
+
+    Attributes:
+        texts: by index; their token counts and reports are final once all pieces came.
+    """
+
+    def __init__(self, service: GenerationService, decoder: Decoder, plan: Plan) -> None:
+        self._service = service
+        self._plan = plan
+        self.texts = tuple(
+            OutputText(decoder, plan.stops, generation.sampling.min_tokens) for generation in plan.generations
+        )
+
+    def pieces(self) -> AsyncGenerator[Indexed, None]:
+        """Pieces of all choices as they come, each with its choice's index.
+
+        Raises:
+            KVFerryError: one choice failed; the others are closed.
+        """
+        return self._one(0) if len(self.texts) == 1 else self._all()
+
+    async def _one(self, index: int) -> AsyncGenerator[Indexed, None]:
+        text = self.texts[index]
+        last: Piece | None = None
+        async with aclosing(self._service.generate(self._plan.generations[index])) as outputs:
+            async for output in outputs:
+                piece = text.push(output)
+                if piece.finish_reason is None:
+                    yield index, piece
+                    continue
+                last = piece
+                if output.finish_reason is not None:
+                    # Let the service end on its own terms; a stop string closes it instead, which cancels both legs.
+                    await anext(outputs, None)
+                break
+        if last is None:
+            raise InvariantViolation("a generation ended without a finish reason")
+        # Only now: a client that is slow to take the end holds no worker.
+        yield index, last
+
+    async def _all(self) -> AsyncGenerator[Indexed, None]:
+        queue: asyncio.Queue[Indexed | Exception | None] = asyncio.Queue(QUEUED_PIECES)
+
+        async def feed(index: int) -> None:
+            try:
+                async with aclosing(self._one(index)) as source:
+                    async for piece in source:
+                        await queue.put(piece)
+            except Exception as error:  # it is raised again where the pieces are read
+                await queue.put(error)
+            else:
+                await queue.put(None)
+
+        tasks = [asyncio.create_task(feed(index)) for index in range(len(self.texts))]
+        try:
+            open_choices = len(tasks)
+            while open_choices:
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    open_choices -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,35 @@
+"""Bounds of the HTTP front."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class FrontConfig:
+    """Bounds on what clients may send.
+
+    Attributes:
+        max_body_bytes: longest request body.
+        max_batch: most prompts in one completion request.
+        default_max_tokens: output tokens of a completion whose client names no number.
+        send_timeout: seconds that a client may leave an answer unread before it counts as gone.
+
+    Raises:
+        ConfigError: a value is outside its range; names the field and the value.
+    """
+
+    max_body_bytes: int = 4 << 20
+    max_batch: int = 64
+    default_max_tokens: int = 16
+    send_timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_body_bytes", "max_batch", "default_max_tokens"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}", field=name)
+        if not self.send_timeout > 0:
+            raise ConfigError(f"send_timeout must be above 0, got {self.send_timeout}", field="send_timeout")

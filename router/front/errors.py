@@ -1,0 +1,58 @@
+"""Errors as HTTP answers: one table from the error tree to status and OpenAI's error type."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from protocol.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    KVFerryError,
+    NoWorkerAvailable,
+    Overloaded,
+    PayloadTooLarge,
+    UnknownModel,
+)
+
+STATUSES: dict[type[KVFerryError], int] = {
+    KVFerryError: 500,
+    InvalidRequest: 400,
+    UnknownModel: 404,
+    PayloadTooLarge: 413,
+    Overloaded: 429,
+    NoWorkerAvailable: 503,
+    DeadlineExceeded: 504,
+}
+"""HTTP status by class; a class that is not here takes its nearest ancestor's."""
+
+RETRY_AFTER: dict[int, int] = {429: 1, 503: 2}
+"""Seconds that a client is asked to wait, by status."""
+
+_ADDRESS = re.compile(r"[a-z][a-z0-9+_.-]*://[^\s'\",;)]+|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b", re.IGNORECASE)
+
+
+def status_of(error: KVFerryError) -> int:
+    """The HTTP status that answers ``error``."""
+    return next(STATUSES[kind] for kind in type(error).__mro__ if kind in STATUSES)
+
+
+def error_type(status: int) -> str:
+    """OpenAI's error type for an HTTP status."""
+    if status == 429:
+        return "rate_limit_error"
+    return "server_error" if status >= 500 else "invalid_request_error"
+
+
+def error_object(message: str, status: int, code: str | None, param: str | None = None) -> dict[str, Any]:
+    """OpenAI's error object."""
+    return {"error": {"message": message, "type": error_type(status), "param": param, "code": code}}
+
+
+def error_body(error: KVFerryError) -> bytes:
+    """The JSON for ``error``; what went wrong inside is told without addresses."""
+    status = status_of(error)
+    message = error.message if status < 500 else _ADDRESS.sub("[address]", error.message)
+    return msgspec.json.encode(error_object(message, status, error.code, error.field))

@@ -1,0 +1,143 @@
+"""One HTTP request and its answer, over ASGI.
+
+Life cycle of an :class:`Exchange`: :meth:`~Exchange.read_body` at most once; then either :meth:`~Exchange.respond`
+once, or :meth:`~Exchange.start_events`, :meth:`~Exchange.write` at will and :meth:`~Exchange.end`. A client that goes
+away shows as :class:`RequestCancelled` from whatever is under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, MutableMapping
+from typing import Any
+
+from protocol.errors import PayloadTooLarge, RequestCancelled
+from protocol.ids import new_request_id
+
+Scope = MutableMapping[str, Any]
+AsgiMessage = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[AsgiMessage]]
+Send = Callable[[AsgiMessage], Awaitable[None]]
+Header = tuple[bytes, bytes]
+
+JSON = b"application/json"
+EVENTS = b"text/event-stream; charset=utf-8"
+MAX_CLIENT_ID = 128
+"""Characters of the client's own request id that are sent back."""
+DISCARD_FACTOR = 16
+"""A body this many times over its bound is not even read to its end."""
+
+_UNPRINTABLE = re.compile(rb"[^\x21-\x7e]")
+
+
+class Exchange:
+    """One request and its answer.
+
+    Attributes:
+        request_id: ours; on every answer as ``x-request-id``.
+        started: whether the status line is out.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, *, send_timeout: float) -> None:
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.request_id = new_request_id()
+        self.started = False
+        self._headers: dict[bytes, bytes] = dict(scope["headers"])
+        self._receive = receive
+        self._send = send
+        self._send_timeout = send_timeout
+
+    def header(self, name: bytes) -> bytes:
+        """A request header by its lower-case name; empty where there is none."""
+        return self._headers.get(name, b"")
+
+    async def read_body(self, bound: int) -> bytes:
+        """The request's body; memory stays within ``bound`` whatever is sent.
+
+        Raises:
+            PayloadTooLarge: the body is longer than ``bound`` bytes.
+            RequestCancelled: the client went away.
+        """
+        declared = self.header(b"content-length")
+        size = int(declared) if declared.isdigit() else 0
+        if size > bound * DISCARD_FACTOR:
+            raise PayloadTooLarge(f"the body has {size} bytes, over the bound of {bound}")
+        parts: list[bytes] = []
+        received = 0
+        more = True
+        while more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise RequestCancelled("the client went away")
+            part: bytes = message.get("body", b"")
+            more = message.get("more_body", False)
+            received += len(part)
+            if received <= bound:
+                parts.append(part)
+                continue
+            # Most clients look for an answer only when all is sent, so the rest is read and dropped.
+            parts.clear()
+            if received > bound * DISCARD_FACTOR:
+                break
+        if received > bound:
+            raise PayloadTooLarge(f"the body has {max(received, size)} bytes or more, over the bound of {bound}")
+        return b"".join(parts)
+
+    async def until_gone(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run ``work``, and cancel it as soon as the client goes away. The body must have been read.
+
+        Raises:
+            RequestCancelled: the client went away first.
+        """
+        task = asyncio.ensure_future(work)
+        watch = asyncio.ensure_future(self._disconnected())
+        try:
+            await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+            gone = not task.done()
+        finally:
+            task.cancel()
+            watch.cancel()
+            await asyncio.gather(task, watch, return_exceptions=True)
+        if gone:
+            raise RequestCancelled("the client went away")
+        task.result()
+
+    async def respond(
+        self, status: int, body: bytes, *, content_type: bytes = JSON, headers: Iterable[Header] = ()
+    ) -> None:
+        """Send a whole answer."""
+        await self._start(status, content_type, (*headers, (b"content-length", str(len(body)).encode())))
+        await self._emit({"type": "http.response.body", "body": body})
+
+    async def start_events(self) -> None:
+        """Begin an answer of server-sent events."""
+        await self._start(200, EVENTS, ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")))
+
+    async def write(self, data: bytes) -> None:
+        """Send part of an answer that was begun."""
+        await self._emit({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self, data: bytes = b"") -> None:
+        """Send the last part."""
+        await self._emit({"type": "http.response.body", "body": data})
+
+    async def _disconnected(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def _start(self, status: int, content_type: bytes, headers: Iterable[Header]) -> None:
+        sent = [(b"content-type", content_type), (b"x-request-id", self.request_id.encode()), *headers]
+        theirs = _UNPRINTABLE.sub(b"", self.header(b"x-request-id")[:MAX_CLIENT_ID])
+        if theirs:
+            sent.append((b"x-client-request-id", theirs))
+        self.started = True
+        await self._emit({"type": "http.response.start", "status": status, "headers": sent})
+
+    async def _emit(self, message: AsgiMessage) -> None:
+        try:
+            async with asyncio.timeout(self._send_timeout):
+                await self._send(message)
+        except (OSError, TimeoutError) as error:
+            raise RequestCancelled("the client takes no more of the answer") from error

@@ -1,0 +1,129 @@
+"""The seam between the HTTP front and the service that dispatches to workers.
+
+The front speaks token ids through :class:`GenerationService` and knows nothing of workers, attempts or blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from protocol.sampling import FinishReason, SamplingParams
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One prompt to continue.
+
+    Attributes:
+        token_ids: the prompt, not empty.
+        sampling: how to draw; end-of-sequence ids are among its stop token ids.
+        cache_salt: prefix-cache namespace.
+        timeout: seconds for the whole request; None takes the service's default.
+    """
+
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    cache_salt: str = ""
+    timeout: float | None = None
+
+
+@dataclass(frozen=True)
+class GenerationReport:
+    """What one generation took; durations in seconds.
+
+    Attributes:
+        request_id: the service's id of it.
+        attempts: attempts begun.
+        cached_tokens: prompt tokens that the prefix cache saved.
+        queue_s: arrival to the first chunk of prefill.
+        prefill_s: first chunk to first token.
+        handoff_s: first token to commit on the decode side.
+        ttft_s: arrival to the first token at the router.
+        decode_s: first token to last token.
+        kv_blocks: that crossed.
+        kv_bytes: that crossed.
+        ship_s: time in the transport.
+        transport: URI scheme that the KV went by; "" when none did.
+        prefill_worker: its name.
+        decode_worker: its name; "" when the request ended with its first token.
+    """
+
+    request_id: str
+    attempts: int
+    cached_tokens: int
+    queue_s: float
+    prefill_s: float
+    handoff_s: float
+    ttft_s: float
+    decode_s: float
+    kv_blocks: int
+    kv_bytes: int
+    ship_s: float
+    transport: str
+    prefill_worker: str
+    decode_worker: str
+
+
+@dataclass(frozen=True)
+class Output:
+    """The next tokens of a generation.
+
+    Attributes:
+        token_ids: in order, each exactly once; a final stop token is among them.
+        finish_reason: set on the last output only.
+        report: set on the last output. An earlier output may carry what is known so far: it is all that a
+            generation closed by a stop string ever reports.
+    """
+
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    report: GenerationReport | None = None
+
+
+@dataclass(frozen=True)
+class ServiceHealth:
+    """Whether the service can answer.
+
+    Attributes:
+        ready: a new request would find a pair of workers.
+        prefill_workers: live ones.
+        decode_workers: live ones.
+        detail: for a person; holds no address.
+    """
+
+    ready: bool
+    prefill_workers: int
+    decode_workers: int
+    detail: str
+
+
+class GenerationService(Protocol):
+    """Whoever can continue a prompt."""
+
+    @property
+    def model(self) -> str:
+        """The served model's name."""
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Prompt plus output tokens at most, from the live workers; None while there is none."""
+
+    def generate(self, generation: Generation) -> AsyncGenerator[Output, None]:
+        """Continue a prompt.
+
+        Leaving early, by ``aclose()`` or by cancelling the pending step, cancels both legs.
+
+        Raises:
+            KVFerryError: before the first output where it can.
+        """
+
+    def health(self) -> ServiceHealth:
+        """Whether a new request can be served now."""
+
+    def cluster(self) -> dict[str, Any]:
+        """The workers' state, ready for JSON."""
+
+    def metrics(self) -> bytes:
+        """All metrics in the Prometheus text format."""

@@ -1,0 +1,163 @@
+"""Bytes of a body to a checked request; every refusal names the field and says the value."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from protocol.errors import InvalidRequest, UnsupportedField
+from router.front.schema import ChatMessage, ChatRequest, CompletionRequest, ContentPart, GenerationRequest
+
+R = TypeVar("R", bound=GenerationRequest)
+
+MAX_SHOWN = 100
+"""Characters of an offending value that an error message shows."""
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+"""Served roles, and what templates call them."""
+
+_PATH = re.compile(r" - at `\$(?P<path>.*)`$")
+_MISSING = re.compile(r"missing required field `(?P<name>.+?)`")
+_STEP = re.compile(r"\.?(?P<key>[^.\[]+)|\[(?P<index>\d+|\.\.\.)\]")
+
+_chats = msgspec.json.Decoder(ChatRequest)
+_completions = msgspec.json.Decoder(CompletionRequest)
+
+
+def _number(neutral: float) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value == neutral
+
+
+def _empty(value: Any) -> bool:
+    return isinstance(value, list | dict | str) and not value
+
+
+def _false(value: Any) -> bool:
+    return value is False
+
+
+UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
+    "n": _number(1),
+    "best_of": _number(1),
+    "logprobs": _false,
+    "top_logprobs": _number(0),
+    "echo": _false,
+    "suffix": _empty,
+    "tools": _empty,
+    "functions": _empty,
+    "tool_choice": lambda value: value in ("none", "auto"),
+    "function_call": lambda value: value in ("none", "auto"),
+    "response_format": lambda value: isinstance(value, dict) and value.get("type") == "text",
+    "modalities": lambda value: value == ["text"],
+    "audio": _empty,
+    "logit_bias": _empty,
+    "presence_penalty": _number(0),
+    "frequency_penalty": _number(0),
+    "repetition_penalty": _number(1),
+    "min_p": _number(0),
+}
+"""Fields that are known and not served, with the test for a value that asks for nothing (null always does)."""
+
+
+def shown(value: Any) -> str:
+    """``value`` for an error message, cut to its bound."""
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = f"a deeply nested {type(value).__name__}"
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
+
+
+def parse_chat(body: bytes) -> ChatRequest:
+    """The chat request in ``body``.
+
+    Raises:
+        InvalidRequest: it is not JSON, or a field has the wrong type or length.
+        UnsupportedField: it asks for something that is not served.
+    """
+    return _parse(_chats, body)
+
+
+def parse_completion(body: bytes) -> CompletionRequest:
+    """The completion request in ``body``; raises as :func:`parse_chat`."""
+    return _parse(_completions, body)
+
+
+def chat_messages(request: ChatRequest) -> list[dict[str, str]]:
+    """The messages as templates want them: a role they know, and plain text.
+
+    Raises:
+        InvalidRequest: a role is unknown or a content is missing.
+        UnsupportedField: a content part or a role that is not served.
+    """
+    return [_message(message, f"messages[{index}]") for index, message in enumerate(request.messages)]
+
+
+def _parse(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
+    try:
+        request = decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _explain(error, body) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+    for name in request.__struct_fields__:
+        neutral = UNSUPPORTED.get(name)
+        value = getattr(request, name)
+        if neutral is not None and value is not None and not neutral(value):
+            raise UnsupportedField(f"{name} is not supported, got {shown(value)}", field=name)
+    return request
+
+
+def _explain(error: msgspec.ValidationError, body: bytes) -> InvalidRequest:
+    """The refusal for a body of the wrong shape; decodes it again to find the value."""
+    text = str(error)
+    found = _PATH.search(text)
+    reason = text[: found.start()] if found else text
+    path = found["path"].lstrip(".") if found else ""
+    missing = _MISSING.search(reason)
+    if missing:
+        path = f"{path}.{missing['name']}".lstrip(".")
+        return InvalidRequest(f"{path} is required", field=path)
+    try:
+        value = _follow(msgspec.json.decode(body), path)
+    except (msgspec.DecodeError, RecursionError, LookupError, TypeError, ValueError):
+        return InvalidRequest(f"{path or 'the body'}: {reason}", field=path or None)
+    wanted = reason.partition(", got `")[0]
+    return InvalidRequest(f"{path or 'the body'}: {wanted}, got {shown(value)}", field=path or None)
+
+
+def _follow(value: Any, path: str) -> Any:
+    for step in _STEP.finditer(path):
+        value = value[step["key"]] if step["key"] else value[int(step["index"])]
+    return value
+
+
+def _message(message: ChatMessage, where: str) -> dict[str, str]:
+    if message.role in ("tool", "function"):
+        raise UnsupportedField(f"{where}.role {message.role!r} is not supported", field=f"{where}.role")
+    role = ROLES.get(message.role)
+    if role is None:
+        raise InvalidRequest(
+            f"{where}.role must be one of {sorted(ROLES)}, got {shown(message.role)}", field=f"{where}.role"
+        )
+    for name in ("tool_calls", "function_call"):
+        if getattr(message, name):
+            raise UnsupportedField(f"{where}.{name} is not supported", field=f"{where}.{name}")
+    if message.content is None:
+        raise InvalidRequest(f"{where}.content is missing", field=f"{where}.content")
+    if isinstance(message.content, str):
+        content = message.content
+    else:
+        content = "\n".join(_part(part, f"{where}.content[{index}]") for index, part in enumerate(message.content))
+    named = {} if message.name is None else {"name": message.name}
+    return {"role": role, "content": content, **named}
+
+
+def _part(part: ContentPart, where: str) -> str:
+    if part.type != "text":
+        raise UnsupportedField(f"{where}.type must be 'text', got {shown(part.type)}", field=f"{where}.type")
+    if part.text is None:
+        raise InvalidRequest(f"{where}.text is missing", field=f"{where}.text")
+    return part.text

@@ -1,0 +1,209 @@
+"""A checked request to generations: prompts to token ids, fields to sampling parameters, lengths to the context."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from protocol.errors import ContextLengthExceeded, InvalidRequest
+from protocol.sampling import MAX_STOP_TOKEN_IDS, SamplingParams
+from router.front.config import FrontConfig
+from router.front.generation import Generation
+from router.front.parsing import chat_messages, shown
+from router.front.schema import ChatRequest, CompletionRequest, GenerationRequest
+from router.tokenizer import Tokenizer
+
+MAX_TEMPERATURE = 2.0
+SEED_MASK = (1 << 63) - 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a request comes to.
+
+    Attributes:
+        generations: one per choice.
+        stops: stop strings.
+        stream: whether the answer is sent as events.
+        include_usage: whether a stream ends with a usage chunk.
+    """
+
+    generations: tuple[Generation, ...]
+    stops: tuple[str, ...]
+    stream: bool
+    include_usage: bool
+
+
+class Planner:
+    """Makes plans for one model.
+
+    Args:
+        tokenizer: of the served checkpoint.
+        config: bounds of the front.
+        max_model_len: prompt plus output tokens at most; None when it is not known.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, config: FrontConfig, max_model_len: int | None) -> None:
+        self._tokenizer = tokenizer
+        self._config = config
+        self._max_model_len = max_model_len
+
+    def chat(self, request: ChatRequest) -> Plan:
+        """The plan for a chat.
+
+        Raises:
+            InvalidRequest: a value is out of range, or the prompt is too long; names the field.
+        """
+        prompt = self._tokenizer.encode_chat(chat_messages(request))
+        given = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+        field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+        budget = OutputBudget(given, field, None)
+        return self._plan(request, ((prompt, "messages"),), budget)
+
+    def completion(self, request: CompletionRequest) -> Plan:
+        """The plan for a completion, one choice per prompt; raises as :meth:`chat`."""
+        budget = OutputBudget(request.max_tokens, "max_tokens", self._config.default_max_tokens)
+        return self._plan(request, tuple(self._prompts(request)), budget)
+
+    def _prompts(self, request: CompletionRequest) -> Iterator[tuple[tuple[int, ...], str]]:
+        """Each prompt's token ids, with the name of where it came from."""
+        prompt = request.prompt
+        if isinstance(prompt, str):
+            yield self._encode(prompt, "prompt"), "prompt"
+            return
+        tokens = tuple(entry for entry in prompt if isinstance(entry, int))
+        if tokens and len(tokens) == len(prompt):
+            yield self._check_ids(tokens, "prompt"), "prompt"
+            return
+        if tokens:
+            raise InvalidRequest(f"prompt mixes token ids and other things: {shown(prompt)}", field="prompt")
+        if not 1 <= len(prompt) <= self._config.max_batch:
+            raise InvalidRequest(
+                f"prompt must hold 1 to {self._config.max_batch} prompts, got {len(prompt)}", field="prompt"
+            )
+        for index, entry in enumerate(prompt):
+            where = f"prompt[{index}]"
+            if isinstance(entry, str):
+                yield self._encode(entry, where), where
+            elif isinstance(entry, list):
+                yield self._check_ids(tuple(entry), where), where
+
+    def _encode(self, text: str, where: str) -> tuple[int, ...]:
+        # Checked before the tokenizer puts its own tokens around it.
+        if not text:
+            raise InvalidRequest(f"{where} is empty", field=where)
+        return self._tokenizer.encode(text)
+
+    def _check_ids(self, token_ids: tuple[int, ...], where: str) -> tuple[int, ...]:
+        largest = self._tokenizer.vocab_size - 1
+        for index, token_id in enumerate(token_ids):
+            if token_id > largest:
+                field = f"{where}[{index}]"
+                raise InvalidRequest(f"{field} must be a token id of at most {largest}, got {token_id}", field=field)
+        return token_ids
+
+    def _plan(
+        self, request: GenerationRequest, prompts: tuple[tuple[tuple[int, ...], str], ...], budget: OutputBudget
+    ) -> Plan:
+        seed = secrets.randbits(63) if request.seed is None else request.seed & SEED_MASK
+        stop_token_ids = self._stop_token_ids(request)
+        generations = tuple(
+            Generation(
+                token_ids=token_ids,
+                sampling=_sampling(
+                    request, budget.of(len(token_ids), where, self._max_model_len), seed, stop_token_ids
+                ),
+                cache_salt=request.cache_salt or "",
+                timeout=request.timeout,
+            )
+            for token_ids, where in prompts
+        )
+        options = request.stream_options
+        if options is not None and not request.stream:
+            raise InvalidRequest("stream_options is allowed only with stream set", field="stream_options")
+        stops = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
+        return Plan(
+            generations=generations,
+            stops=stops,
+            stream=bool(request.stream),
+            include_usage=options is not None and bool(options.include_usage),
+        )
+
+    def _stop_token_ids(self, request: GenerationRequest) -> tuple[int, ...]:
+        wanted = self._check_ids(tuple(request.stop_token_ids or ()), "stop_token_ids")
+        own = () if request.ignore_eos else self._tokenizer.eos_token_ids
+        merged = tuple(dict.fromkeys((*own, *wanted)))
+        if len(merged) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequest(
+                f"stop_token_ids must be at most {MAX_STOP_TOKEN_IDS - len(own)} ids, got {len(wanted)}",
+                field="stop_token_ids",
+            )
+        return merged
+
+
+@dataclass(frozen=True)
+class OutputBudget:
+    """How many output tokens the client wants at most.
+
+    Attributes:
+        given: what it said, None when nothing.
+        field: the field that said it.
+        default: what is taken when nothing was said; None takes all that the context has left.
+    """
+
+    given: int | None
+    field: str
+    default: int | None
+
+    def of(self, prompt_tokens: int, where: str, max_model_len: int | None) -> int:
+        """Output tokens for a prompt of this length.
+
+        Raises:
+            InvalidRequest: the prompt is empty, or the number is below 1.
+            ContextLengthExceeded: prompt and output do not fit; names the counts.
+        """
+        if prompt_tokens == 0:
+            raise InvalidRequest(f"{where} is empty", field=where)
+        if self.given is not None and self.given < 1:
+            raise InvalidRequest(f"{self.field} must be at least 1, got {self.given}", field=self.field)
+        if max_model_len is None:
+            return self.given or self.default or FrontConfig.default_max_tokens
+        left = max_model_len - prompt_tokens
+        if left < 1:
+            raise ContextLengthExceeded(
+                f"the model's context is {max_model_len} tokens, and {where} alone has {prompt_tokens}", field=where
+            )
+        if self.given is None:
+            return left if self.default is None else min(self.default, left)
+        if self.given > left:
+            raise ContextLengthExceeded(
+                f"the model's context is {max_model_len} tokens, but {prompt_tokens + self.given} were asked for: "
+                f"{prompt_tokens} in {where} and {self.given} in {self.field}",
+                field=self.field,
+            )
+        return self.given
+
+
+def _sampling(
+    request: GenerationRequest, max_tokens: int, seed: int, stop_token_ids: tuple[int, ...]
+) -> SamplingParams:
+    temperature = 1.0 if request.temperature is None else request.temperature
+    if not 0.0 <= temperature <= MAX_TEMPERATURE:
+        raise InvalidRequest(
+            f"temperature must be in [0, {MAX_TEMPERATURE:g}], got {temperature!r}", field="temperature"
+        )
+    return SamplingParams(
+        temperature=temperature,
+        top_p=1.0 if request.top_p is None else request.top_p,
+        top_k=_top_k(request.top_k),
+        seed=seed,
+        max_tokens=max_tokens,
+        min_tokens=request.min_tokens or 0,
+        stop_token_ids=stop_token_ids,
+    )
+
+
+def _top_k(value: int | None) -> int:
+    # -1 is the field's other way to say "all".
+    return 0 if value is None or value == -1 else value

@@ -1,0 +1,98 @@
+"""What clients send: the request bodies of OpenAI's API, as far as they are served. Unknown fields are ignored.
+
+A field typed ``Any`` is not served; it is here so that a value that asks for something is refused, not ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+from protocol.messages import MAX_SALT
+from protocol.sampling import TokenId
+
+MAX_STOPS = 4
+MAX_STOP_LENGTH = 256
+MAX_MESSAGES = 4096
+MAX_PARTS = 1024
+
+StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
+Seed = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+
+
+class ContentPart(msgspec.Struct, frozen=True):
+    """One part of a message's content; only text is served."""
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """One turn of a chat."""
+
+    role: str
+    content: str | Annotated[list[ContentPart], msgspec.Meta(max_length=MAX_PARTS)] | None = None
+    name: str | None = None
+    tool_calls: Any = None
+    function_call: Any = None
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """How a stream is sent."""
+
+    include_usage: bool | None = None
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields that chats and completions share; None means not given."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: Seed | None = None
+    stop: StopString | Annotated[list[StopString], msgspec.Meta(max_length=MAX_STOPS)] | None = None
+
+    top_k: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[TokenId] | None = None
+    cache_salt: Annotated[str, msgspec.Meta(max_length=MAX_SALT)] | None = None
+    timeout: Annotated[float, msgspec.Meta(gt=0, le=86400)] | None = None
+
+    n: Any = None
+    logprobs: Any = None
+    logit_bias: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    repetition_penalty: Any = None
+    min_p: Any = None
+    response_format: Any = None
+
+
+class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
+    """Body of ``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: int | None = None
+
+    top_logprobs: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+
+
+class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
+    """Body of ``POST /v1/completions``."""
+
+    prompt: str | list[str | TokenId | list[TokenId]]
+
+    best_of: Any = None
+    echo: Any = None
+    suffix: Any = None

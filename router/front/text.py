@@ -1,0 +1,64 @@
+"""Outputs of one generation to pieces of text: detokenised, cut at the first stop string.
+
+Life cycle of an :class:`OutputText`: :meth:`~OutputText.push` for each output until a piece has a finish reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol.sampling import FinishReason
+from router.front.detokenizer import Decoder, Detokenizer
+from router.front.generation import GenerationReport, Output
+from router.front.stop_strings import StopMatcher
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The next piece of one choice's text; with a finish reason it is the last."""
+
+    text: str
+    finish_reason: FinishReason | None
+
+
+class OutputText:
+    """The text of one choice.
+
+    Attributes:
+        tokens: output tokens so far, a final stop token included, none after a stop string.
+        report: the newest that the service gave.
+    """
+
+    def __init__(self, decoder: Decoder, stops: tuple[str, ...], min_tokens: int) -> None:
+        self._detokenizer = Detokenizer(decoder)
+        self._matcher = StopMatcher(stops)
+        self._min_tokens = min_tokens
+        self.tokens = 0
+        self.report: GenerationReport | None = None
+
+    def push(self, output: Output) -> Piece:
+        """The piece for ``output``; on a stop string it ends there, whatever tokens follow."""
+        self.report = output.report or self.report
+        token_ids = output.token_ids
+        # The token that ended the request is counted, but it is no text.
+        last = len(token_ids) - 1 if output.finish_reason == "stop" else len(token_ids)
+        parts: list[str] = []
+        for token_id in token_ids[:last]:
+            self.tokens += 1
+            if self._add(self._detokenizer.push(token_id), parts):
+                return Piece("".join(parts), "stop")
+        self.tokens += len(token_ids) - last
+        if output.finish_reason is not None:
+            if self._add(self._detokenizer.flush(), parts):
+                return Piece("".join(parts), "stop")
+            parts.append(self._matcher.flush())
+        return Piece("".join(parts), output.finish_reason)
+
+    def _add(self, text: str, parts: list[str]) -> bool:
+        """Pass text through the matcher, and tell whether it ended a stop string."""
+        if self.tokens <= self._min_tokens:
+            parts.append(text)
+            return False
+        passed, stopped = self._matcher.push(text)
+        parts.append(passed)
+        return stopped

@@ -1,0 +1,84 @@
+"""What the request machine asks its shell to do, in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from protocol.errors import KVFerryError
+from protocol.ids import Peer, RequestKey
+from protocol.messages import Prefill, Reserve
+from protocol.sampling import FinishReason
+
+
+class Stage(Enum):
+    """Where an attempt's tokens came from."""
+
+    PREFILLED = "prefilled"
+    TAKEN_OVER = "taken_over"  # decode's first
+    DECODING = "decoding"
+
+
+@dataclass(frozen=True, slots=True)
+class NeedPlacement:
+    """Choose workers, and answer with ``placed`` or ``unplaced`` at once."""
+
+    needs_decode: bool
+    excluded: frozenset[Peer]
+
+
+@dataclass(frozen=True, slots=True)
+class SendReserve:
+    """Open the decode leg."""
+
+    peer: Peer
+    message: Reserve
+
+
+@dataclass(frozen=True, slots=True)
+class SendPrefill:
+    """Open the prefill leg."""
+
+    peer: Peer
+    message: Prefill
+
+
+@dataclass(frozen=True, slots=True)
+class SendCancel:
+    """Close a leg that may still be open; nothing is lost when ``peer`` cannot be reached any more."""
+
+    peer: Peer
+    key: RequestKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """Give the client its next tokens; none when only the end is news.
+
+    Attributes:
+        finish_reason: set on the last one.
+        stage: where they came from.
+    """
+
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    stage: Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """An attempt failed with ``cause`` and another will follow; nothing to do but to count and log it."""
+
+    cause: KVFerryError
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """Give the client this error; nothing follows."""
+
+    error: KVFerryError
+
+
+Instruction = NeedPlacement | SendReserve | SendPrefill | SendCancel | Emit | Retry | Fail

@@ -1,0 +1,139 @@
+"""Which workers there are, and which of them live. Decides only; the service does the I/O.
+
+Life of a worker here: it joins with its first heartbeat, is lost when heartbeats stop, its step loop is wedged or a
+frame cannot be queued for it, joins again when it beats well, is replaced by a newer incarnation of the same name, and
+is forgotten when it was lost for long. A worker that drains is live, but takes no new work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from protocol.ids import Peer
+from protocol.messages import Heartbeat, WorkerLoad, WorkerProfile
+
+MAX_WORKERS = 4096
+"""Names that are remembered at most; heartbeats of further ones are not heard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One incarnation of one worker, as its last heartbeat showed it.
+
+    Attributes:
+        identity: how the hub addresses it.
+        last_seen: when the last heartbeat came (seconds, this process's monotonic clock).
+        lost: why it is not live; empty while it is.
+    """
+
+    peer: Peer
+    identity: bytes
+    profile: WorkerProfile
+    load: WorkerLoad
+    last_seen: float
+    lost: str = ""
+
+    @property
+    def live(self) -> bool:
+        """Whether its running work can go on."""
+        return not self.lost
+
+    @property
+    def accepts_work(self) -> bool:
+        """Whether new work may go to it."""
+        return self.live and not self.load.draining
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerJoined:
+    """``peer`` takes work now and did not before; ``returned`` when this incarnation was known already."""
+
+    peer: Peer
+    returned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """``peer`` was live and is not any more."""
+
+    peer: Peer
+    reason: str
+
+
+WorkerEvent = WorkerJoined | WorkerLost
+
+
+class WorkerRegistry:
+    """Every worker that was heard of lately, by name.
+
+    Args:
+        worker_timeout: seconds without a heartbeat after which a worker is lost.
+        step_age_bound: seconds without a round of its step loop after which it is lost.
+        forget_after: seconds after which a lost worker is dropped.
+    """
+
+    def __init__(self, worker_timeout: float, step_age_bound: float, forget_after: float) -> None:
+        self._worker_timeout = worker_timeout
+        self._step_age_bound = step_age_bound
+        self._forget_after = forget_after
+        self._workers: dict[str, Worker] = {}
+        self._last_tick: float | None = None
+
+    def heartbeat(self, sender: Peer, identity: bytes, message: Heartbeat, now: float) -> list[WorkerEvent]:
+        """Take in one heartbeat; that of an older incarnation than the known one changes nothing."""
+        known = self._workers.get(sender.name)
+        if known is not None and sender.incarnation < known.peer.incarnation:
+            return []
+        if known is None and len(self._workers) >= MAX_WORKERS:
+            return []
+        age = message.load.step_age
+        wedged = f"its step loop has stood for {age:.1f} s" if age > self._step_age_bound else ""
+        worker = Worker(sender, identity, message.profile, message.load, now, wedged)
+        self._workers[sender.name] = worker
+        events: list[WorkerEvent] = []
+        same = known is not None and known.peer == sender
+        if known is not None and known.live and not same:
+            events.append(WorkerLost(known.peer, "a newer incarnation took its place"))
+        if same and known is not None and known.live and wedged:
+            events.append(WorkerLost(sender, wedged))
+        if worker.accepts_work and not (same and known is not None and known.accepts_work):
+            events.append(WorkerJoined(sender, returned=same))
+        return events
+
+    def tick(self, now: float) -> list[WorkerEvent]:
+        """Find the workers whose heartbeats stopped, and drop those lost for long."""
+        gap = 0.0 if self._last_tick is None else now - self._last_tick
+        self._last_tick = now
+        # When this process itself stood still, heartbeats lie unread: that silence is not the workers' fault.
+        excuse = gap if gap > self._worker_timeout / 2 else 0.0
+        events: list[WorkerEvent] = []
+        for name, worker in list(self._workers.items()):
+            seen = min(worker.last_seen + excuse, now)
+            silent = now - seen
+            if worker.live and silent > self._worker_timeout:
+                reason = f"no heartbeat for {silent:.1f} s"
+                self._workers[name] = replace(worker, last_seen=seen, lost=reason)
+                events.append(WorkerLost(worker.peer, reason))
+            elif not worker.live and silent > self._forget_after:
+                del self._workers[name]
+            elif excuse:
+                self._workers[name] = replace(worker, last_seen=seen)
+        return events
+
+    def unreachable(self, peer: Peer) -> list[WorkerEvent]:
+        """A frame could not be queued for ``peer``: it is lost until it beats again."""
+        worker = self.find(peer)
+        if worker is None or not worker.live:
+            return []
+        reason = "its connection is gone or too far behind"
+        self._workers[peer.name] = replace(worker, lost=reason)
+        return [WorkerLost(peer, reason)]
+
+    def find(self, peer: Peer) -> Worker | None:
+        """The worker of exactly this incarnation, live or lost."""
+        worker = self._workers.get(peer.name)
+        return worker if worker is not None and worker.peer == peer else None
+
+    def workers(self) -> tuple[Worker, ...]:
+        """All that are known, lost ones included, by name."""
+        return tuple(self._workers[name] for name in sorted(self._workers))

@@ -1,0 +1,163 @@
+"""One router, whole: the service, the tokenizer and the HTTP front under uvicorn, inside the caller's event loop.
+
+Life cycle: made without I/O, :meth:`RouterServer.start` once, :meth:`RouterServer.stop` once (a second call does
+nothing). A failed start leaves nothing behind. Signals are the caller's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Generator
+
+import uvicorn
+
+from protocol.errors import StartFailed
+from router.config import RouterConfig
+from router.front.app import Front
+from router.service import Service
+from router.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+BACKLOG = 2048
+KEEP_ALIVE = 30
+"""Seconds an idle connection stays open."""
+START_POLL = 0.01
+STOP_MARGIN = 5.0
+"""Seconds that uvicorn has beyond the grace to end what it cancelled."""
+
+
+class _SignalFreeServer(uvicorn.Server):
+    """uvicorn takes over the process's signal handlers by default; here they belong to whoever runs the loop."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class RouterServer:
+    """A router that answers HTTP at :attr:`url` and workers at :attr:`hub_endpoint`.
+
+    Fastest when the caller's loop is uvloop's.
+
+    Args:
+        config: of this router.
+    """
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        self._service = Service(config)
+        self._server: uvicorn.Server | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._port = config.port
+        self._stopping = False
+        self._stopped = asyncio.Event()
+
+    @property
+    def service(self) -> Service:
+        """What the front speaks to."""
+        return self._service
+
+    @property
+    def url(self) -> str:
+        """Where clients connect to, once started."""
+        host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
+        return f"http://{host}:{self._port}"
+
+    @property
+    def hub_endpoint(self) -> str:
+        """Where workers connect to, once started."""
+        return self._service.hub_endpoint
+
+    async def start(self) -> None:
+        """Serve; returns when both addresses take connections.
+
+        Raises:
+            StartFailed: an address cannot be bound; names it.
+            CheckpointUnavailable: the tokenizer cannot be read.
+        """
+        tokenizer = await asyncio.to_thread(Tokenizer, self._config.tokenizer)
+        listener = self._bind()
+        try:
+            await self._service.start()
+            self._server = _SignalFreeServer(
+                uvicorn.Config(
+                    Front(self._service, tokenizer),
+                    http="httptools",
+                    ws="none",
+                    lifespan="off",
+                    log_config=None,
+                    log_level="warning",
+                    access_log=False,
+                    server_header=False,
+                    proxy_headers=False,
+                    timeout_keep_alive=KEEP_ALIVE,
+                    # uvicorn counts whole seconds; less than asked for would cut answers short.
+                    timeout_graceful_shutdown=int(-(-self._config.stop_grace // 1)),
+                )
+            )
+            self._task = asyncio.create_task(self._server.serve(sockets=[listener]), name="router-http")
+            while not self._server.started:
+                if self._task.done():
+                    cause = None if self._task.cancelled() else self._task.exception()
+                    raise StartFailed(f"router {self._config.name}: the HTTP server ended at once") from cause
+                await asyncio.sleep(START_POLL)
+        except BaseException:
+            await self.stop()
+            listener.close()
+            raise
+        _log.info(
+            "router %s serves %s at %s, hub %s", self._config.name, self._config.model, self.url, self.hub_endpoint
+        )
+
+    async def wait(self) -> None:
+        """Return once stopped; raise what ended a loop of ours before that.
+
+        Raises:
+            StartFailed: the HTTP server, or a loop of the service, ended by itself.
+        """
+        assert self._task is not None, "known once started"
+        stopped = asyncio.create_task(self._stopped.wait())
+        loops = (self._task, *self._service.tasks)
+        try:
+            done, _ = await asyncio.wait([stopped, *loops], return_when=asyncio.FIRST_COMPLETED)
+            if self._stopping or stopped in done:
+                await stopped
+                return
+        finally:
+            stopped.cancel()
+        ended = done.pop()
+        cause = None if ended.cancelled() else ended.exception()
+        raise StartFailed(f"router {self._config.name}: {ended.get_name()} ended by itself: {cause!r}") from cause
+
+    async def stop(self) -> None:
+        """Take no new connection, let open answers go on for the grace, then end everything."""
+        self._stopping = True
+        task, self._task = self._task, None
+        if task is not None and self._server is not None:
+            self._server.should_exit = True
+            done, _ = await asyncio.wait({task}, timeout=self._config.stop_grace + STOP_MARGIN)
+            if not done:
+                _log.warning("router %s: open answers were cut off", self._config.name)
+                task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        await self._service.close()
+        self._stopped.set()
+
+    def _bind(self) -> socket.socket:
+        family = socket.AF_INET6 if ":" in self._config.host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((self._config.host, self._config.port))
+            listener.listen(BACKLOG)
+            listener.setblocking(False)
+        except OSError as error:
+            listener.close()
+            where = f"{self._config.host}:{self._config.port}"
+            raise StartFailed(f"router {self._config.name} cannot listen at {where}: {error}") from error
+        self._port = listener.getsockname()[1]
+        return listener

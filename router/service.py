@@ -1,0 +1,237 @@
+"""The service: the asyncio shell that ties hub, clock and dispatcher together.
+
+Life cycle: made without I/O, :meth:`Service.start` binds the hub and starts two tasks (receive, tick),
+:meth:`Service.generate` at will, :meth:`Service.close` fails what is open, tells the workers and leaves no task.
+Everything runs on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from protocol.errors import NoWorkerAvailable, ProtocolError, StartFailed
+from protocol.ids import Peer
+from protocol.messages import Message
+from protocol.sockets import Hub
+from router.config import RouterConfig
+from router.dispatcher import Dispatcher
+from router.front.generation import Generation, Output, ServiceHealth
+from router.metrics import RouterMetrics
+from router.registry import Worker, WorkerRegistry
+from router.request import RequestLimits
+
+_log = logging.getLogger(__name__)
+
+TICK = 0.1
+"""Longest time between two looks at the clock, in seconds."""
+SHORTEST_TICK = 0.005
+BATCH = 64
+"""Frames taken in before other tasks get their turn."""
+FLUSH = 0.05
+"""Seconds that closing leaves ZeroMQ's own thread to put the last cancels on the wire."""
+LOG_INTERVAL = 1.0
+"""Shortest time between two log lines about bad frames, in seconds."""
+
+
+class Service:
+    """Continues prompts on the cluster's workers; a ``router.front.generation.GenerationService``.
+
+    Args:
+        config: of this router.
+    """
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        self._registry = WorkerRegistry(config.worker_timeout, config.step_age_bound, config.forget_after)
+        self._metrics = RouterMetrics(self._registry.workers, lambda: self._dispatcher.live_requests)
+        self._dispatcher = Dispatcher(
+            model=config.model,
+            policy=config.policy,
+            limits=RequestLimits(
+                max_attempts=config.max_attempts,
+                worker_wait=config.worker_wait,
+                worker_wait_first=config.worker_wait_first,
+                retry_backoff=config.retry_backoff,
+                reorder_grace=config.reorder_grace,
+                stall_timeout=config.stall_timeout,
+                lease_ttl=config.lease_ttl,
+                request_timeout=config.request_timeout,
+            ),
+            max_requests=config.max_requests,
+            registry=self._registry,
+            metrics=self._metrics,
+            send=self._send,
+        )
+        self._context: zmq.asyncio.Context | None = None
+        self._hub: Hub | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._serving = False
+        self._next_complaint = 0.0
+
+    async def start(self) -> None:
+        """Bind the hub and begin to listen.
+
+        Raises:
+            StartFailed: the hub's address cannot be bound.
+        """
+        context = zmq.asyncio.Context()
+        try:
+            hub = Hub(context, Peer(self._config.name, time.time_ns()), self._config.hub)
+        except zmq.ZMQError as error:
+            context.destroy(linger=0)
+            raise StartFailed(f"router {self._config.name} cannot bind {self._config.hub}: {error}") from error
+        self._context, self._hub, self._serving = context, hub, True
+        self._tasks = [
+            asyncio.create_task(self._receive(hub), name="router-receive"),
+            asyncio.create_task(self._tick(), name="router-tick"),
+        ]
+
+    async def close(self) -> None:
+        """Fail what is open, tell the workers, end both tasks. A second call does nothing."""
+        if not self._serving:
+            return
+        self._serving = False
+        assert self._hub is not None
+        assert self._context is not None
+        failed = self._dispatcher.abandon_all(NoWorkerAvailable("the router is stopping"), time.monotonic())
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if failed:
+            await asyncio.sleep(FLUSH)
+        self._hub.close()
+        self._context.destroy(linger=0)
+        self._hub = None
+
+    @property
+    def tasks(self) -> tuple[asyncio.Task[None], ...]:
+        """The loops that must run for as long as it serves."""
+        return tuple(self._tasks)
+
+    @property
+    def hub_endpoint(self) -> str:
+        """Where workers connect to, with the port that was really taken."""
+        assert self._hub is not None, "known once started"
+        return self._hub.endpoint
+
+    @property
+    def model(self) -> str:
+        """The served model's name."""
+        return self._config.model
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The least of the live workers; None while there is none."""
+        return min((worker.profile.max_model_len for worker in self._live_workers()), default=None)
+
+    async def generate(self, generation: Generation) -> AsyncGenerator[Output, None]:
+        """Continue a prompt; leaving early cancels both legs.
+
+        Raises:
+            InvalidRequest: it can never be served; names the field.
+            Overloaded: too many requests are live.
+            NoWorkerAvailable: no pair of workers is there to serve it.
+            DeadlineExceeded: its time limit passed.
+            AttemptsExhausted: every allowed attempt failed.
+            KVFerryError: what a worker says no fresh attempt could mend.
+        """
+        if not self._serving:
+            raise NoWorkerAvailable("the router is not running")
+        live = self._dispatcher.admit(generation, time.monotonic())
+        try:
+            while True:
+                output = await live.mailbox.take()
+                yield output
+                if output.finish_reason is not None:
+                    return
+        finally:
+            self._dispatcher.cancel(live, time.monotonic())
+
+    def health(self) -> ServiceHealth:
+        """Whether a new request would find a pair of workers."""
+        roles = [worker.profile.role for worker in self._live_workers()]
+        if not self._serving or any(task.done() for task in self._tasks):
+            lack: str | None = "the router is not running"
+        else:
+            lack = self._dispatcher.can_place()
+        return ServiceHealth(lack is None, roles.count("prefill"), roles.count("decode"), lack or "ready")
+
+    def cluster(self) -> dict[str, Any]:
+        """The workers' state and this router's own, ready for JSON; holds no address."""
+        now = time.monotonic()
+        return {
+            "model": self._config.model,
+            "router": self._config.name,
+            "policy": self._config.policy,
+            "live_requests": self._dispatcher.live_requests,
+            "max_model_len": self.max_model_len,
+            "workers": [_describe(worker, now) for worker in self._registry.workers()],
+        }
+
+    def metrics(self) -> bytes:
+        """All metrics in the Prometheus text format."""
+        return self._metrics.exposition()
+
+    def _live_workers(self) -> list[Worker]:
+        return [
+            worker for worker in self._registry.workers() if worker.live and worker.profile.model == self._config.model
+        ]
+
+    def _send(self, identity: bytes, message: Message) -> bool:
+        return self._hub is not None and self._hub.send(identity, message)
+
+    async def _receive(self, hub: Hub) -> None:
+        while True:
+            # A frame that is there already is handed over without a pause, so a flood would starve every other task.
+            await asyncio.sleep(0)
+            for _ in range(BATCH):
+                try:
+                    identity, envelope = await hub.receive()
+                except ProtocolError as error:
+                    self._complain(f"bad frame: {error.message}")
+                    continue
+                if not self._dispatcher.receive(identity, envelope, time.monotonic()):
+                    self._complain(
+                        f"{envelope.sender} sent a {type(envelope.body).__name__}, which is not for a router"
+                    )
+
+    def _complain(self, what: str) -> None:
+        self._metrics.bad_frames.inc()
+        now = time.monotonic()
+        if now >= self._next_complaint:
+            self._next_complaint = now + LOG_INTERVAL
+            _log.warning("%s", what)
+
+    async def _tick(self) -> None:
+        while True:
+            now = time.monotonic()
+            self._dispatcher.tick(now)
+            await asyncio.sleep(min(TICK, max(SHORTEST_TICK, self._dispatcher.deadline - now)))
+
+
+def _describe(worker: Worker, now: float) -> dict[str, Any]:
+    profile = worker.profile
+    state = "lost" if not worker.live else "draining" if worker.load.draining else "live"
+    return {
+        "name": worker.peer.name,
+        "incarnation": worker.peer.incarnation,
+        "role": profile.role,
+        "state": state,
+        "reason": worker.lost,
+        "last_seen_s": round(now - worker.last_seen, 3),
+        "device": profile.device,
+        "pid": profile.pid,
+        "max_model_len": profile.max_model_len,
+        "num_blocks": profile.num_blocks,
+        "layout": msgspec.to_builtins(profile.layout),
+        "load": msgspec.to_builtins(worker.load),
+        "leaked_blocks": worker.load.pool.leaked,
+    }

@@ -1,0 +1,132 @@
+"""A checkpoint's tokenizer, read from its files alone: text to ids, ids to text, chats to ids.
+
+Used files: ``tokenizer.json`` (needed), ``tokenizer_config.json``, ``chat_template.jinja``, ``generation_config.json``
+and ``config.json``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from protocol.errors import CheckpointUnavailable, InvalidRequest
+from protocol.sampling import MAX_STOP_TOKEN_IDS
+from router.chat_template import ChatTemplate, Message
+
+SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """Text to ids and back.
+
+    Attributes:
+        eos_token_ids: end-of-sequence ids: the tokenizer's own, and those of the generation config (of the model
+            config where there is none).
+        vocab_size: every valid id lies below it; the model's, which may be padded beyond the tokenizer's.
+        max_model_len: positions the model was made for, None where the checkpoint does not tell.
+        chat_template: None where the checkpoint has none.
+
+    Raises:
+        CheckpointUnavailable: a file is missing or cannot be read; names it.
+        ModelError: the chat template does not compile.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        root = Path(directory)
+        self._tokenizer = _load(root / "tokenizer.json")
+        settings = _read_json(root / "tokenizer_config.json")
+        model = _read_json(root / "config.json")
+        generation = _read_json(root / "generation_config.json")
+        special = {name: text for name in SPECIAL_TOKEN_NAMES if (text := _token_text(settings.get(name)))}
+        self.vocab_size = _positive(model.get("vocab_size")) or self._tokenizer.get_vocab_size()
+        self.max_model_len = _positive(model.get("max_position_embeddings"))
+        self.eos_token_ids = self._find_eos(special.get("eos_token"), generation, model)
+        source = _template_source(root, settings)
+        self.chat_template = None if source is None else ChatTemplate(source, special)
+        self._silent = frozenset(
+            number for number, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
+        )
+        self.context_free = type(self._tokenizer.decoder) is tokenizers.decoders.ByteLevel
+        """Whether the text of a list of ids is the text of its parts, put together as bytes."""
+
+    def _find_eos(self, token: str | None, generation: dict[str, Any], model: dict[str, Any]) -> tuple[int, ...]:
+        named = generation.get("eos_token_id")
+        if named is None:
+            named = model.get("eos_token_id")
+        listed = named if isinstance(named, list) else [named]
+        own = self._tokenizer.token_to_id(token) if token else None
+        valid = (number for number in (own, *listed) if isinstance(number, int) and 0 <= number < self.vocab_size)
+        return tuple(dict.fromkeys(valid))[:MAX_STOP_TOKEN_IDS]
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """The ids of ``text``, with what the tokenizer puts around a sequence unless told not to."""
+        # The batch call gives the interpreter lock back while it works, so a long text may go to a thread.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return tuple(encoding.ids)
+
+    def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """The ids of a chat, ready for the assistant's turn.
+
+        Raises:
+            InvalidRequest: the checkpoint has no chat template, or its template refuses these messages.
+        """
+        if self.chat_template is None:
+            raise InvalidRequest("this model's tokenizer has no chat template; use /v1/completions", field="messages")
+        return self.encode(self.chat_template.render(messages), add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ``token_ids``, special tokens left out."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def is_silent(self, token_id: int) -> bool:
+        """Whether ``token_id`` never gives text: a special token, or a row of a padded vocabulary."""
+        return token_id in self._silent or self._tokenizer.id_to_token(token_id) is None
+
+
+def _load(path: Path) -> tokenizers.Tokenizer:
+    if not path.is_file():
+        raise CheckpointUnavailable(f"there is no tokenizer at {path}")
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise CheckpointUnavailable(f"the tokenizer at {path} cannot be read: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointUnavailable(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointUnavailable(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _positive(value: object) -> int | None:
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def _token_text(value: object) -> str | None:
+    """A special token is written as text, or as an object with ``content``."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
+
+
+def _template_source(root: Path, settings: dict[str, Any]) -> str | None:
+    path = root / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    value = settings.get("chat_template")
+    if isinstance(value, list):
+        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+        value = named.get("default")
+    return value if isinstance(value, str) else None

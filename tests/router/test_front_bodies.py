@@ -1,0 +1,89 @@
+"""Bodies at and over their bound."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from front_stage import (
+    CONTEXT,
+    TEXT,
+    ScriptedService,
+    hanging,
+    refused,
+    saying,
+    serving_front,
+    taken,
+)
+
+from router.front.app import Front
+from router.front.config import FrontConfig
+from router.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def service() -> ScriptedService:
+    return ScriptedService(saying((5,)), max_model_len=CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def http(service: ScriptedService, bpe_tokenizer: Tokenizer) -> Iterator[httpx.Client]:
+    with serving_front(service, bpe_tokenizer) as url, httpx.Client(base_url=url, trust_env=False) as client:
+        yield client
+
+
+def test_body_over_the_bound(http: httpx.Client, service: ScriptedService) -> None:
+    before = len(service.generations)
+    body = json.dumps({**TEXT, "prompt": "a" * (10 << 20)}).encode()
+    message = refused(http.post("/v1/completions", content=body), 413, "payload_too_large", None)
+    assert str(4 << 20) in message
+
+    def in_pieces() -> Iterator[bytes]:
+        for start in range(0, len(body), 100_000):
+            yield body[start : start + 100_000]
+
+    response = http.post("/v1/completions", content=in_pieces())
+    assert "content-length" not in response.request.headers
+    refused(response, 413, "payload_too_large", None)
+    assert len(service.generations) == before
+    taken(http, service, "/v1/completions", TEXT)
+
+
+def test_body_at_the_bound(bpe_tokenizer: Tokenizer) -> None:
+    body = json.dumps(TEXT).encode()
+    service = ScriptedService(saying((5,)))
+    config = FrontConfig(max_body_bytes=len(body))
+    with serving_front(service, bpe_tokenizer, config) as url, httpx.Client(base_url=url, trust_env=False) as http:
+        assert http.post("/v1/completions", content=body).status_code == 200
+        refused(http.post("/v1/completions", content=body + b" "), 413, "payload_too_large", None)
+        # Far over the bound: refused without reading it all.
+        huge = b" " * (len(body) * 16 + 1)
+        refused(http.post("/v1/completions", content=huge), 413, "payload_too_large", None)
+
+
+def test_memory_stays_bounded_while_a_body_is_read(bpe_tokenizer: Tokenizer) -> None:
+    """What the front holds of an endless body is its bound, no more."""
+    sent: list[dict[str, Any]] = []
+    chunk = 64 << 10
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": bytes(chunk), "more_body": True}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    front = Front(ScriptedService(hanging()), bpe_tokenizer, FrontConfig(max_body_bytes=1 << 20))
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    tracemalloc.start()
+    try:
+        asyncio.run(front(scope, receive, send))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert sent[0]["status"] == 413
+    assert peak < 2 << 20

@@ -1,0 +1,155 @@
+"""The ``openai`` package, unmodified, against the front."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import openai
+import pytest
+from front_stage import (
+    IM_END,
+    MODEL,
+    REPORT,
+    ScriptedService,
+    failing,
+    hanging,
+    one_by_one,
+    serving_front,
+)
+
+from protocol.errors import NoWorkerAvailable, Overloaded, WorkerLost
+from router.front.generation import Generation, Output
+from router.tokenizer import Tokenizer
+
+REPLY = "the blocks arrive 渡船 😀"
+MESSAGES = [{"role": "user", "content": "the ferry"}]
+
+
+@pytest.fixture
+def replying(bpe_tokenizer: Tokenizer) -> ScriptedService:
+    return ScriptedService(one_by_one((*bpe_tokenizer.encode(REPLY), IM_END), "stop"))
+
+
+def client_of(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0)
+
+
+def test_chat(bpe_tokenizer: Tokenizer, replying: ScriptedService) -> None:
+    with serving_front(replying, bpe_tokenizer) as url, client_of(url) as client:
+        answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, seed=1, temperature=0.0)
+        assert answer.choices[0].message.content == REPLY
+        assert answer.choices[0].message.role == "assistant"
+        assert answer.choices[0].finish_reason == "stop"
+        assert answer.usage is not None
+        assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+        assert answer.usage.prompt_tokens_details is not None
+        assert answer.usage.prompt_tokens_details.cached_tokens == REPORT.cached_tokens
+    assert replying.generations[0].sampling.seed == 1
+
+
+def test_chat_stream(bpe_tokenizer: Tokenizer, replying: ScriptedService) -> None:
+    with serving_front(replying, bpe_tokenizer) as url, client_of(url) as client:
+        chunks = list(
+            client.chat.completions.create(
+                model=MODEL,
+                messages=MESSAGES,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_headers={"x-kvferry-timings": "1"},
+            )
+        )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == REPLY
+    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert chunks[-1].usage is not None
+    assert chunks[-1].model_extra is not None
+    assert chunks[-1].model_extra["kvferry"]["transport"] == REPORT.transport
+
+
+def test_the_stream_accumulator_of_the_library(bpe_tokenizer: Tokenizer, replying: ScriptedService) -> None:
+    with (
+        serving_front(replying, bpe_tokenizer) as url,
+        client_of(url) as client,
+        client.chat.completions.stream(model=MODEL, messages=MESSAGES) as stream,
+    ):
+        final = stream.get_final_completion()
+    assert final.choices[0].message.content == REPLY
+    assert final.choices[0].finish_reason == "stop"
+
+
+def test_completions(bpe_tokenizer: Tokenizer, replying: ScriptedService) -> None:
+    with serving_front(replying, bpe_tokenizer) as url, client_of(url) as client:
+        answer = client.completions.create(model=MODEL, prompt=["a", "b"], max_tokens=40, stop=["渡"])
+        assert [choice.text for choice in answer.choices] == ["the blocks arrive "] * 2
+        chunks = list(client.completions.create(model=MODEL, prompt=[5, 6], max_tokens=40, stream=True))
+        assert "".join(chunk.choices[0].text for chunk in chunks) == REPLY
+
+
+def test_models(bpe_tokenizer: Tokenizer, replying: ScriptedService) -> None:
+    with serving_front(replying, bpe_tokenizer) as url, client_of(url) as client:
+        assert [model.id for model in client.models.list()] == [MODEL]
+        assert client.models.retrieve(MODEL).owned_by == "kvferry"
+        with pytest.raises(openai.NotFoundError):
+            client.models.retrieve("other")
+
+
+def test_errors_become_the_librarys_own(bpe_tokenizer: Tokenizer, replying: ScriptedService) -> None:
+    with serving_front(replying, bpe_tokenizer) as url, client_of(url) as client:
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(model=MODEL, messages=MESSAGES, n=3)
+        assert (caught.value.param, caught.value.code) == ("n", "unsupported_field")
+        assert caught.value.type == "invalid_request_error"
+        with pytest.raises(openai.NotFoundError):
+            client.chat.completions.create(model="other", messages=MESSAGES)
+    for error, kind in (
+        (Overloaded("full"), openai.RateLimitError),
+        (NoWorkerAvailable("none"), openai.InternalServerError),
+    ):
+        with (
+            serving_front(ScriptedService(failing(error)), bpe_tokenizer) as url,
+            client_of(url) as client,
+            pytest.raises(kind),
+        ):
+            client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+
+
+def test_error_in_mid_stream(bpe_tokenizer: Tokenizer) -> None:
+    service = ScriptedService(failing(WorkerLost("decode-0 is gone"), (5,), (6,)))
+    with serving_front(service, bpe_tokenizer) as url, client_of(url) as client:
+        stream = client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+        with pytest.raises(openai.APIError, match="decode-0 is gone"):
+            list(stream)
+
+
+def test_closing_a_stream_cancels(bpe_tokenizer: Tokenizer) -> None:
+    service = ScriptedService(hanging((5,), (6,)))
+    with serving_front(service, bpe_tokenizer) as url, client_of(url) as client:
+        stream = client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+        next(iter(stream))
+        stream.close()
+        service.wait("cancelled")
+
+
+async def test_many_at_once(bpe_tokenizer: Tokenizer) -> None:
+    async def script(generation: Generation) -> AsyncIterator[Output]:
+        for token_id in generation.token_ids:
+            yield Output((token_id,))
+            await asyncio.sleep(0)
+        yield Output((IM_END,), "stop", REPORT)
+
+    service = ScriptedService(script)
+    with serving_front(service, bpe_tokenizer) as url:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as client:
+
+            async def ask(number: int) -> str:
+                prompt = f"渡船 {number} 😀"
+                if number % 2:
+                    answer = await client.completions.create(model=MODEL, prompt=prompt, max_tokens=40)
+                    return answer.choices[0].text
+                stream = await client.completions.create(model=MODEL, prompt=prompt, max_tokens=40, stream=True)
+                return "".join([chunk.choices[0].text async for chunk in stream])
+
+            texts = await asyncio.gather(*(ask(number) for number in range(24)))
+    assert texts == [f"渡船 {number} 😀" for number in range(24)]
+    assert service.counts() == {"opened": 24, "finished": 24, "cancelled": 0}

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import pytest
+
+from protocol.errors import ConfigError
+from router.config import RouterConfig
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model", ""),
+        ("model", "m" * 257),
+        ("tokenizer", ""),
+        ("name", "a b"),
+        ("name", ""),
+        ("host", ""),
+        ("port", -1),
+        ("port", 65536),
+        ("hub", "http://127.0.0.1:1"),
+        ("policy", "best"),
+        ("worker_timeout", 0.0),
+        ("step_age_bound", float("inf")),
+        ("forget_after", float("nan")),
+        ("worker_wait", -1.0),
+        ("stall_timeout", 0.0),
+        ("max_attempts", 0),
+        ("max_requests", 0),
+    ],
+)
+def test_a_wrong_value_is_named(field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=field) as caught:
+        RouterConfig(**{"model": "m", "tokenizer": "t", field: value})  # type: ignore[arg-type]
+    assert caught.value.field == field
+    assert repr(value) in caught.value.message
+
+
+def test_the_defaults_are_valid() -> None:
+    config = RouterConfig(model="m", tokenizer="t")
+    assert (config.policy, config.max_attempts, config.lease_ttl) == ("least_loaded", 4, 30.0)

@@ -1,0 +1,46 @@
+"""Made-up workers as a registry would know them, and what tests say about them."""
+
+from __future__ import annotations
+
+from protocol.ids import Peer, Role
+from protocol.layout import KVLayout
+from protocol.messages import Heartbeat, PoolCounts, WorkerLoad, WorkerProfile
+from router.registry import Worker
+
+MODEL = "tiny"
+LAYOUT = KVLayout(num_layers=2, kv_heads=2, head_dim=8, block_size=4)
+
+
+def pool(free: int = 63) -> PoolCounts:
+    return PoolCounts(free=free, active=63 - free, cached=0, exported=0, importing=0, draining=0, reserved=1, total=64)
+
+
+def profile(role: Role, *, model: str = MODEL, layout: KVLayout = LAYOUT, max_model_len: int = 4096) -> WorkerProfile:
+    return WorkerProfile(
+        role=role,
+        model=model,
+        vocab_size=1000,
+        max_model_len=max_model_len,
+        layout=layout,
+        num_blocks=64,
+        peer_endpoint="tcp://127.0.0.1:1" if role == "prefill" else "",
+    )
+
+
+def heartbeat(role: Role, *, model: str = MODEL, layout: KVLayout = LAYOUT, **load: object) -> Heartbeat:
+    return Heartbeat(profile(role, model=model, layout=layout), WorkerLoad(pool=pool(), **load))  # type: ignore[arg-type]
+
+
+def worker(
+    name: str,
+    role: Role,
+    *,
+    incarnation: int = 1,
+    model: str = MODEL,
+    layout: KVLayout = LAYOUT,
+    lost: str = "",
+    **load: object,
+) -> Worker:
+    beat = heartbeat(role, model=model, layout=layout, **load)
+    peer = Peer(name, incarnation)
+    return Worker(peer, str(peer).encode(), beat.profile, beat.load, 0.0, lost)
