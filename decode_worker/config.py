@@ -1,0 +1,49 @@
+"""Settings of one decode worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.config import EngineConfig
+from kv_transfer.transport import SCHEMES
+from protocol.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig:
+    """What one decode worker is told at its start.
+
+    Attributes:
+        name: unique in the cluster.
+        model_name: what clients call the model.
+        engine: model, pool and step limits.
+        routers: hub endpoint of every router.
+        bind_host: address that prefill workers reach this host at.
+        transport: URI scheme of the KV receiver.
+        transfer_timeout: seconds without progress after which a connection is given up.
+        max_waiting: requests in the queue for a reservation before new ones are refused.
+
+    Raises:
+        ConfigError: names the field and the value.
+    """
+
+    name: str
+    model_name: str
+    engine: EngineConfig
+    routers: tuple[str, ...]
+    bind_host: str = "127.0.0.1"
+    transport: str = "tcp"
+    transfer_timeout: float = 10.0
+    max_waiting: int = 1024
+
+    def __post_init__(self) -> None:
+        for field, valid, wanted in (
+            ("name", bool(self.name), "a non-empty string"),
+            ("model_name", bool(self.model_name), "a non-empty string"),
+            ("routers", bool(self.routers), "at least one hub endpoint"),
+            ("transport", self.transport in SCHEMES, f"one of {', '.join(sorted(SCHEMES))}"),
+            ("transfer_timeout", self.transfer_timeout > 0, "above 0"),
+            ("max_waiting", self.max_waiting >= 1, "at least 1"),
+        ):
+            if not valid:
+                raise ConfigError(f"{field} must be {wanted}, got {getattr(self, field)!r}", field=field)

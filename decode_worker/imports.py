@@ -1,0 +1,171 @@
+"""Carries out what the import book decides: windows on the pool, grants, commits.
+
+Life cycle: made with an empty book, every event goes through a method here, :meth:`Imports.close` at the end. One event
+loop; closing a window takes a moment, so it runs as a task and comes back as an event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable
+
+from decode_worker.sequence import Sequence, import_owner, quarantine_owner
+from engine.block_pool import BlockPool
+from kv_transfer.imports import ImportBook
+from kv_transfer.instructions import (
+    CloseWindow,
+    Commit,
+    Failed,
+    FreeBlocks,
+    Instruction,
+    OpenWindow,
+    Quarantine,
+    Send,
+)
+from kv_transfer.transport import Landed, Receiver, Window
+from protocol.errors import TransferError
+from protocol.ids import Peer, RequestKey, new_ticket
+from protocol.layout import KVLayout
+from protocol.messages import ErrorInfo, Handover, Message, PrefillAddress, Refuse, Renew
+
+logger = logging.getLogger(__name__)
+
+
+class Imports:
+    """The imports of one decode worker.
+
+    Args:
+        pool: whose blocks are granted.
+        layout: of the pool.
+        receiver: writes into the pool what prefill workers ship.
+        send: sends a message to a prefill worker.
+        commit: called when every block is there and its window is closed, with the handover and the seconds from the
+            end of prefill's last chunk to now.
+        failed: called when an import ended badly.
+        freed: called when blocks of a failed import came free.
+
+    Attributes:
+        kv_blocks, kv_bytes, kv_seconds: landed so far.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        layout: KVLayout,
+        receiver: Receiver,
+        *,
+        send: Callable[[PrefillAddress, Message], bool],
+        commit: Callable[[RequestKey, Handover, float], None],
+        failed: Callable[[RequestKey, ErrorInfo], None],
+        freed: Callable[[], None],
+    ) -> None:
+        self.book = ImportBook()
+        self.kv_blocks = 0
+        self.kv_bytes = 0
+        self.kv_seconds = 0.0
+        self._pool = pool
+        self._layout = layout
+        self._receiver = receiver
+        self._send = send
+        self._commit = commit
+        self._failed = failed
+        self._freed = freed
+        self._handed_over: dict[RequestKey, float] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def wait(self, sequence: Sequence) -> None:
+        """A request waits for a reservation: keep its lease alive meanwhile."""
+        request = sequence.request
+        self._carry_out(self.book.waiting(request.key, request.prefill, request.lease_ttl, time.monotonic()))
+
+    def open(self, sequence: Sequence) -> None:
+        """A sequence has its blocks: grant them."""
+        request = sequence.request
+        blocks = tuple(sequence.block_table[sequence.cached_blocks :])
+        self._carry_out(
+            self.book.open(
+                request.key,
+                request.prefill,
+                first_block=sequence.cached_blocks,
+                blocks=blocks,
+                generations=tuple(self._pool.generation(block) for block in blocks),
+                num_tokens=len(request.token_ids),
+                layout=self._layout,
+                address=self._receiver.address,
+                ticket=new_ticket(),
+                ttl=request.lease_ttl,
+                now=time.monotonic(),
+            )
+        )
+
+    def cancel(self, key: RequestKey) -> None:
+        """The attempt is over, for whatever reason of this side's or the router's."""
+        self._handed_over.pop(key, None)
+        self._carry_out(self.book.cancel(key, time.monotonic()))
+
+    def receive(self, sender: Peer, message: Message) -> None:
+        """A message of a prefill worker; what a prefill worker does not send changes nothing."""
+        now = time.monotonic()
+        match message:
+            case Handover():
+                if self.book.is_open(message.key):
+                    self._handed_over.setdefault(message.key, now)
+                self._carry_out(self.book.handover(sender, message, now))
+            case Renew():
+                self._carry_out(self.book.renew(sender, message, now))
+            case Refuse():
+                self._carry_out(self.book.refuse(sender, message, now))
+            case _:
+                logger.warning("prefill worker %s sent a %s", sender, type(message).__name__)
+
+    def tick(self) -> None:
+        """Renew leases, and let what is due expire."""
+        self._carry_out(self.book.tick(time.monotonic()))
+
+    async def close(self) -> None:
+        """Close the receiver; not a byte of the pool changes after this."""
+        await self._receiver.close()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _carry_out(self, instructions: Iterable[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case OpenWindow(_, ticket, blocks, generations):
+                    window = Window(ticket, blocks, generations, self._layout.block_bytes)
+                    self._receiver.open(window, self._landed, self._broken)
+                case Send(peer, message, endpoint):
+                    self._send(PrefillAddress(peer=peer, endpoint=endpoint), message)
+                case CloseWindow(_, ticket):
+                    self._spawn(self._close_window(ticket))
+                case Quarantine(key):
+                    self._pool.move_all(import_owner(key), quarantine_owner(key))
+                case FreeBlocks(key):
+                    self._pool.release_all(import_owner(key))
+                    self._pool.release_all(quarantine_owner(key))
+                    self._freed()
+                case Commit(key, handover):
+                    arrived = self._handed_over.pop(key)
+                    self._commit(key, handover, handover.tail + time.monotonic() - arrived)
+                case Failed(key, error):
+                    self._handed_over.pop(key, None)
+                    self._failed(key, error)
+
+    def _landed(self, landed: Landed) -> None:
+        self.kv_blocks += len(landed.blocks)
+        self.kv_bytes += landed.nbytes
+        self.kv_seconds += landed.seconds
+        self._carry_out(self.book.landed(landed.ticket, len(landed.blocks), landed.nbytes, time.monotonic()))
+
+    def _broken(self, ticket: bytes, error: TransferError) -> None:
+        self._carry_out(self.book.broken(ticket, error, time.monotonic()))
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _close_window(self, ticket: bytes) -> None:
+        await self._receiver.close_window(ticket)
+        self._carry_out(self.book.quiesced(ticket, time.monotonic()))

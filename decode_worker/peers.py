@@ -1,0 +1,84 @@
+"""Connections to prefill workers.
+
+Life cycle: made on the first message to a worker, kept while it is used, closed when idle. A worker that starts again
+has another endpoint, so its former connection just falls idle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import zmq.asyncio
+
+from protocol.errors import ProtocolError
+from protocol.ids import Peer
+from protocol.messages import Message, PrefillAddress
+from protocol.sockets import Spoke
+
+SPOKE_IDLE = 60.0
+"""Seconds after which an unused connection to a prefill worker is closed."""
+
+
+class PrefillPeers:
+    """Connections to prefill workers, made on first use and closed when idle.
+
+    Args:
+        context: of the process's ZeroMQ sockets.
+        me: this worker.
+        receive: called with ``(sender, message)``.
+        refused: called with an error for each frame that does not decode.
+    """
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        me: Peer,
+        *,
+        receive: Callable[[Peer, Message], None],
+        refused: Callable[[ProtocolError], None],
+    ) -> None:
+        self._context = context
+        self._me = me
+        self._receive = receive
+        self._refused = refused
+        self._spokes: dict[str, tuple[Spoke, asyncio.Task[None]]] = {}
+        self._used: dict[str, float] = {}
+
+    def send(self, address: PrefillAddress, message: Message) -> bool:
+        """Queue ``message`` for the worker at ``address``."""
+        if address.endpoint not in self._spokes:
+            spoke = Spoke(self._context, self._me, address.endpoint)
+            self._spokes[address.endpoint] = (spoke, asyncio.create_task(self._listen(spoke)))
+        self._used[address.endpoint] = time.monotonic()
+        return self._spokes[address.endpoint][0].send(message)
+
+    def tick(self, in_use: frozenset[str]) -> None:
+        """Close what has been idle; ``in_use`` names endpoints that an open import still needs."""
+        limit = time.monotonic() - SPOKE_IDLE
+        for endpoint, used in list(self._used.items()):
+            if used < limit and endpoint not in in_use:
+                self._end(endpoint)
+
+    async def close(self) -> None:
+        """Close every connection."""
+        tasks = [task for _, task in self._spokes.values()]
+        for endpoint in list(self._spokes):
+            self._end(endpoint)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _end(self, endpoint: str) -> None:
+        spoke, task = self._spokes.pop(endpoint)
+        del self._used[endpoint]
+        task.cancel()
+        spoke.close()
+
+    async def _listen(self, spoke: Spoke) -> None:
+        while True:
+            try:
+                envelope = await spoke.receive()
+            except ProtocolError as error:
+                self._refused(error)
+                continue
+            self._receive(envelope.sender, envelope.body)

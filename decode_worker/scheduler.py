@@ -1,0 +1,295 @@
+"""Which sequences take part in the next step, who gets room, and who must give it back. Pure bookkeeping, no I/O.
+
+Admission is first come first served: a sequence is reserved with every block its prompt lacks, and only while each
+sequence already there could still grow by a block. When the pool is full all the same, the youngest sequence is
+preempted: it goes back to the router for a fresh prefill, so the oldest always gets on and nobody starves.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from decode_worker.sequence import (
+    SEQUENCES,
+    Sequence,
+    SequenceEvent,
+    SequenceState,
+    import_owner,
+    table_owner,
+)
+from engine.batch import Chunk
+from engine.block_pool import BlockPool
+from engine.prefix_index import block_hashes, extend, root_hash
+from protocol.errors import PoolExhausted
+from protocol.ids import Peer, RequestKey
+from protocol.messages import Reserve
+from protocol.sampling import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One token of one sequence.
+
+    Attributes:
+        sequence: whose.
+        start: the token's index in the request's whole output.
+        token_id: the token.
+        finish_reason: set on the last.
+    """
+
+    sequence: Sequence
+    start: int
+    token_id: int
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What the next step computes, and who had to make room for it.
+
+    Attributes:
+        sequences: one token each.
+        preempted: already dropped; their imports are still to be closed, and the router to be told.
+    """
+
+    sequences: tuple[Sequence, ...]
+    preempted: tuple[Sequence, ...]
+
+
+class DecodeScheduler:
+    """Continuous batching over the block pool.
+
+    Args:
+        pool: holds the blocks.
+        block_size: tokens per block.
+        max_sequences: reserved and running side by side.
+    """
+
+    def __init__(self, pool: BlockPool, *, block_size: int, max_sequences: int) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        self._max_sequences = max_sequences
+        self._arrivals = 0
+        self._waiting: deque[Sequence] = deque()
+        self._live: dict[RequestKey, Sequence] = {}
+        self._in_step: tuple[Sequence, ...] = ()
+
+    @property
+    def waiting(self) -> int:
+        """Sequences without a reservation."""
+        return len(self._waiting)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens of the sequences without a reservation."""
+        return sum(len(sequence.token_ids) for sequence in self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Sequences that are generating."""
+        return sum(sequence.tracker.state is SequenceState.RUNNING for sequence in self._live.values())
+
+    @property
+    def idle(self) -> bool:
+        """Whether no sequence is reserved or running."""
+        return not self._live
+
+    def find(self, key: RequestKey) -> Sequence | None:
+        """The live sequence of ``key``."""
+        found = self._live.get(key)
+        if found is None:
+            found = next((sequence for sequence in self._waiting if sequence.key == key), None)
+        return found
+
+    def asked_by(self, router: Peer) -> list[RequestKey]:
+        """Live sequences of one router."""
+        everything = (*self._live.values(), *self._waiting)
+        return [sequence.key for sequence in everything if sequence.router == router]
+
+    def prefill_endpoints(self) -> frozenset[str]:
+        """Prefill workers that a waiting or importing sequence still needs."""
+        everything = (*self._live.values(), *self._waiting)
+        return frozenset(
+            sequence.request.prefill.endpoint
+            for sequence in everything
+            if sequence.tracker.state is not SequenceState.RUNNING
+        )
+
+    def add(self, request: Reserve, router: Peer, now: float) -> Sequence:
+        """Queue a request for a reservation."""
+        sequence = Sequence(
+            request=request,
+            router=router,
+            order=self._arrivals,
+            arrived=now,
+            tracker=SEQUENCES.start(str(request.key)),
+            token_ids=list(request.token_ids),
+            hashes=block_hashes(request.token_ids, self._block_size, request.cache_salt.encode()),
+            produced=request.emitted,
+        )
+        self._arrivals += 1
+        self._waiting.append(sequence)
+        return sequence
+
+    def admit(self) -> list[Sequence]:
+        """Reserve blocks for waiting sequences, oldest first, while they fit; those are IMPORTING now."""
+        admitted = []
+        while self._waiting and len(self._live) < self._max_sequences:
+            sequence = self._waiting[0]
+            if not self._place(sequence):
+                break
+            self._waiting.popleft()
+            self._live[sequence.key] = sequence
+            sequence.tracker.move(SequenceEvent.RESERVE)
+            admitted.append(sequence)
+        return admitted
+
+    def commit(self, key: RequestKey, next_token: int, now: float) -> Sequence:
+        """The import of ``key`` is complete: it runs from the next step on."""
+        sequence = self._live[key]
+        self._pool.move_all(import_owner(key), table_owner(key))
+        sequence.tracker.move(SequenceEvent.COMMIT)
+        sequence.computed = len(sequence.token_ids)
+        sequence.token_ids.append(next_token)
+        sequence.produced += 1
+        sequence.committed = now
+        for index in range(sequence.cached_blocks, len(sequence.hashes)):
+            self._pool.seal(sequence.block_table[index], sequence.hashes[index])
+        return sequence
+
+    def next_step(self) -> Step:
+        """Every running sequence that has room for one more token, oldest first. One step at a time."""
+        assert not self._in_step, "the last step has not been completed"
+        preempted: list[Sequence] = []
+        self._in_step = tuple(
+            sequence
+            for sequence in sorted(self._live.values(), key=lambda live: live.order)
+            # Growing one sequence may preempt a later one of this very list, so the state is read when its turn comes.
+            if sequence.tracker.state is SequenceState.RUNNING and self._grow(sequence, preempted)
+        )
+        return Step(self._in_step, tuple(preempted))
+
+    def complete_step(self, tokens: Seq[int | None]) -> list[Output]:
+        """Account for the step that :meth:`next_step` gave; ``tokens`` holds one entry per sequence."""
+        outputs = []
+        for sequence, token in zip(self._in_step, tokens, strict=True):
+            assert token is not None, "every sequence of a decode step draws a token"
+            if sequence.tracker.state is SequenceState.LEAVING:
+                self._leave(sequence)
+                continue
+            sequence.computed += 1
+            self._seal_last(sequence)
+            output = Output(
+                sequence,
+                sequence.produced,
+                token,
+                sequence.request.sampling.finish_reason(token, sequence.produced + 1),
+            )
+            sequence.token_ids.append(token)
+            sequence.produced += 1
+            outputs.append(output)
+            if output.finish_reason is not None:
+                sequence.tracker.move(SequenceEvent.FINISH)
+                del self._live[sequence.key]
+                self._pool.release_all(table_owner(sequence.key))
+        self._in_step = ()
+        return outputs
+
+    def fail_step(self) -> list[Sequence]:
+        """The step raised: every sequence in it leaves the scheduler. Returns those nobody had dropped."""
+        failed = []
+        for sequence in self._in_step:
+            if sequence.tracker.state is not SequenceState.LEAVING:
+                sequence.tracker.move(SequenceEvent.DROP_IN_STEP)
+                failed.append(sequence)
+            self._leave(sequence)
+        self._in_step = ()
+        return failed
+
+    def drop(self, key: RequestKey) -> Sequence | None:
+        """End a live sequence; its blocks go once no step writes them. Blocks of an open import stay with the import.
+
+        Returns:
+            The sequence, or None when there is none.
+        """
+        sequence = self.find(key)
+        if sequence is None or sequence.tracker.state is SequenceState.LEAVING:
+            return None
+        if sequence in self._in_step:
+            sequence.tracker.move(SequenceEvent.DROP_IN_STEP)
+            return sequence
+        if sequence.tracker.state is SequenceState.WAITING:
+            self._waiting.remove(sequence)
+        else:
+            del self._live[key]
+            self._pool.release_all(table_owner(key))
+        sequence.tracker.move(SequenceEvent.DROP)
+        return sequence
+
+    def _leave(self, sequence: Sequence) -> None:
+        sequence.tracker.move(SequenceEvent.STEP_ENDED)
+        del self._live[sequence.key]
+        self._pool.release_all(table_owner(sequence.key))
+
+    def _place(self, sequence: Sequence) -> bool:
+        key = sequence.key
+        hit = self._pool.match(sequence.hashes)
+        self._pool.share(table_owner(key), hit)
+        wanted = -(-len(sequence.token_ids) // self._block_size) - len(hit)
+        # Every sequence already there, and this one, may need one more block at its next step.
+        if self._live and self._pool.available < wanted + len(self._live) + 1:
+            self._pool.release_all(table_owner(key))
+            return False
+        try:
+            fresh = self._pool.allocate(import_owner(key), wanted)
+        except PoolExhausted:
+            self._pool.release_all(table_owner(key))
+            return False
+        sequence.block_table = [*hit, *fresh]
+        sequence.cached_blocks = len(hit)
+        return True
+
+    def _grow(self, sequence: Sequence, preempted: list[Sequence]) -> bool:
+        if sequence.computed < len(sequence.block_table) * self._block_size:
+            return True
+        while True:
+            try:
+                sequence.block_table += self._pool.allocate(table_owner(sequence.key), 1)
+            except PoolExhausted:
+                victim = max(self._live.values(), key=lambda live: live.order)
+                if victim is sequence and len(self._live) == 1:
+                    # Only blocks that a transport may still touch are in the way; they come free by themselves.
+                    return False
+                importing = victim.tracker.state is SequenceState.IMPORTING
+                self.drop(victim.key)
+                preempted.append(victim)
+                # An import's blocks come free only once its window is quiet: wait for them, rather than take more.
+                if importing or victim is sequence:
+                    return False
+            else:
+                return True
+
+    def _seal_last(self, sequence: Sequence) -> None:
+        if sequence.computed % self._block_size:
+            return
+        index = sequence.computed // self._block_size - 1
+        parent = sequence.hashes[-1] if sequence.hashes else root_hash(sequence.request.cache_salt.encode())
+        stop = sequence.computed
+        sequence.hashes.append(extend(parent, sequence.token_ids[stop - self._block_size : stop]))
+        self._pool.seal(sequence.block_table[index], sequence.hashes[index])
+
+
+def chunks_of(sequences: Seq[Sequence]) -> list[Chunk]:
+    """The engine's view of a step: the last token of each sequence."""
+    return [
+        Chunk(
+            token_ids=sequence.token_ids[sequence.computed :],
+            start=sequence.computed,
+            block_table=sequence.block_table,
+            sampling=sequence.request.sampling,
+            position=sequence.produced,
+        )
+        for sequence in sequences
+    ]

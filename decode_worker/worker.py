@@ -1,0 +1,344 @@
+"""The decode worker: an event loop around the scheduler, the imports and one engine thread.
+
+Life cycle: made (cheap: no model, no socket) -> :meth:`DecodeWorker.start` loads the model, binds, announces itself
+-> serves until :meth:`DecodeWorker.stop`. A fatal error of a loop of ours ends :meth:`DecodeWorker.wait` with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import zmq.asyncio
+
+from decode_worker.config import DecodeConfig
+from decode_worker.imports import Imports
+from decode_worker.peers import PrefillPeers
+from decode_worker.scheduler import DecodeScheduler, Output, chunks_of
+from decode_worker.sequence import Sequence
+from engine.block_pool import BlockPool
+from kv_transfer.transport import TransportConfig, make_receiver
+from protocol.errors import (
+    ContextLengthExceeded,
+    InvalidRequest,
+    KVFerryError,
+    Overloaded,
+    Preempted,
+)
+from protocol.ids import Peer, RequestKey
+from protocol.messages import (
+    Cancel,
+    ErrorInfo,
+    Failed,
+    Handover,
+    Heartbeat,
+    Message,
+    Reserve,
+    StageTimes,
+    Tokens,
+    WorkerLoad,
+    WorkerProfile,
+)
+from protocol.worker_link import WorkerLink
+
+TICK = 0.1
+"""Seconds between two looks at what has expired."""
+
+IDLE_BEFORE_CHECK = 1.0
+"""Seconds without work after which the pool is recounted, once."""
+
+logger = logging.getLogger(__name__)
+
+
+class DecodeWorker:
+    """One decode process.
+
+    Attributes:
+        me: name and incarnation.
+        profile: what it is, once started.
+        ready: whether it serves.
+    """
+
+    def __init__(self, config: DecodeConfig) -> None:
+        self.config = config
+        self.me = Peer(config.name, time.time_ns())
+        self.ready = False
+        self.profile: WorkerProfile | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._wake = asyncio.Event()
+        self._check_at = math.inf
+        self._stopped = asyncio.Event()
+        self._decode_tokens = self._cached_tokens = self._preemptions = self._failures = 0
+
+    async def start(self, progress: Callable[[str, float], None] | None = None) -> None:
+        """Load the model, bind the sockets, and begin to serve.
+
+        Args:
+            progress: called with a stage's name and the fraction done, from the loading thread.
+
+        Raises:
+            ModelError, ConfigError: the model cannot be loaded so.
+        """
+        from engine.runner import ModelRunner
+        from engine.stepper import Stepper
+
+        executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+        loop = asyncio.get_running_loop()
+        try:
+            runner = await loop.run_in_executor(executor, ModelRunner.load, self.config.engine, progress)
+            await loop.run_in_executor(executor, runner.warm_up)
+        except BaseException:
+            executor.shutdown(wait=False)
+            raise
+        self._stepper = Stepper(runner, executor)
+        settings = runner.config
+        self._max_model_len = runner.max_model_len
+        self._vocab_size = runner.vocab_size
+        self.pool = BlockPool(runner.num_blocks, settings.block_size, prefix_cache=settings.prefix_cache)
+        self._scheduler = DecodeScheduler(
+            self.pool, block_size=settings.block_size, max_sequences=settings.max_sequences
+        )
+        self._context = zmq.asyncio.Context()
+        receiver = make_receiver(
+            f"{self.config.transport}://{self.config.bind_host}:0",
+            runner.cache.memory(),
+            TransportConfig(timeout=self.config.transfer_timeout),
+        )
+        self._peers = PrefillPeers(
+            self._context,
+            self.me,
+            receive=self._from_prefill,
+            refused=lambda error: logger.warning("refused a frame from a prefill worker: %s", error),
+        )
+        self._imports = Imports(
+            self.pool,
+            runner.layout,
+            receiver,
+            send=self._peers.send,
+            commit=self._commit,
+            failed=self._import_failed,
+            freed=self._wake.set,
+        )
+        self.profile = WorkerProfile(
+            role="decode",
+            model=self.config.model_name,
+            vocab_size=runner.vocab_size,
+            max_model_len=runner.max_model_len,
+            layout=runner.layout,
+            num_blocks=runner.num_blocks,
+            kv_addresses=(receiver.address,),
+            device=str(runner.device),
+            pid=os.getpid(),
+        )
+        self._link = WorkerLink(
+            self._context,
+            self.me,
+            self.config.routers,
+            heartbeat=self._heartbeat,
+            on_message=self._from_router,
+            on_router_lost=self._router_lost,
+        )
+        self._link.start()
+        for work, name in ((self._steps(), "steps"), (self._ticks(), "ticks")):
+            self._tasks.append(asyncio.create_task(work, name=name))
+        self.ready = True
+
+    async def wait(self) -> None:
+        """Return once stopped; raise what ended a loop of ours before that."""
+        stopped = asyncio.create_task(self._stopped.wait())
+        done, _ = await asyncio.wait([stopped, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+        if stopped in done:
+            return
+        stopped.cancel()
+        for task in done:
+            await task
+
+    async def stop(self) -> None:
+        """Stop serving; every block, thread and socket is given back."""
+        if not self.ready:
+            return
+        self.ready = False
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._imports.close()
+        await self._peers.close()
+        await self._link.close()
+        self._stepper.close()
+        self._context.term()
+        self._stopped.set()
+
+    def load(self) -> WorkerLoad:
+        """What it is doing now."""
+        imports = self._imports
+        return WorkerLoad(
+            pool=self.pool.counts(),
+            waiting=self._scheduler.waiting,
+            waiting_tokens=self._scheduler.waiting_tokens,
+            running=self._scheduler.running,
+            open_imports=imports.book.open_count,
+            steps=self._stepper.steps,
+            step_seconds=self._stepper.step_seconds,
+            step_age=self._stepper.age,
+            cached_tokens=self._cached_tokens,
+            decode_tokens=self._decode_tokens,
+            kv_blocks=imports.kv_blocks,
+            kv_bytes=imports.kv_bytes,
+            kv_seconds=imports.kv_seconds,
+            preemptions=self._preemptions,
+            failures=self._failures,
+        )
+
+    def _heartbeat(self) -> Heartbeat:
+        assert self.profile is not None
+        return Heartbeat(self.profile, self.load())
+
+    # --- messages -------------------------------------------------------------------------------------------------
+
+    def _from_router(self, router: Peer, message: Message) -> None:
+        match message:
+            case Reserve():
+                self._accept(router, message)
+            case Cancel():
+                self._drop(message.key)
+            case _:
+                logger.warning("router %s sent a %s to a decode worker", router, type(message).__name__)
+
+    def _from_prefill(self, sender: Peer, message: Message) -> None:
+        self._imports.receive(sender, message)
+
+    def _accept(self, router: Peer, request: Reserve) -> None:
+        if self._scheduler.find(request.key) is not None:
+            return
+        length = len(request.token_ids) - request.emitted + request.sampling.max_tokens
+        error: KVFerryError | None = None
+        if not request.token_ids or length > self._max_model_len:
+            error = ContextLengthExceeded(
+                f"prompt and output need {length} tokens, this model takes 2 to {self._max_model_len}", field="prompt"
+            )
+        elif max(request.token_ids) >= self._vocab_size:
+            error = InvalidRequest(
+                f"token id {max(request.token_ids)} is outside the vocabulary of {self._vocab_size}", field="prompt"
+            )
+        elif self._scheduler.waiting >= self.config.max_waiting:
+            error = Overloaded(f"{self._scheduler.waiting} requests wait, {self.config.max_waiting} are allowed")
+        if error is not None:
+            self._fail(router, request.key, ErrorInfo.of(error))
+            return
+        sequence = self._scheduler.add(request, router, time.monotonic())
+        self._admit()
+        if not sequence.block_table:
+            self._imports.wait(sequence)
+
+    def _admit(self) -> None:
+        now = time.monotonic()
+        for sequence in self._scheduler.admit():
+            self._cached_tokens += sequence.cached_blocks * self.pool.block_size
+            sequence.times = StageTimes(
+                reserve_wait=now - sequence.arrived, decode_cached_blocks=sequence.cached_blocks
+            )
+            self._imports.open(sequence)
+
+    def _drop(self, key: RequestKey) -> None:
+        self._scheduler.drop(key)
+        self._imports.cancel(key)
+        self._wake.set()
+
+    def _router_lost(self, router: Peer) -> None:
+        for key in self._scheduler.asked_by(router):
+            self._drop(key)
+
+    def _commit(self, key: RequestKey, handover: Handover, handoff: float) -> None:
+        sequence = self._scheduler.commit(key, handover.next_token, time.monotonic())
+        assert sequence.times is not None, "set when the reservation was made"
+        sequence.times = msgspec.structs.replace(
+            sequence.times,
+            ship=handover.ship,
+            handoff=handoff,
+            kv_blocks=handover.blocks,
+            kv_bytes=handover.nbytes,
+            transport=self.config.transport,
+        )
+        self._wake.set()
+
+    def _import_failed(self, key: RequestKey, error: ErrorInfo) -> None:
+        sequence = self._scheduler.drop(key)
+        if sequence is not None:
+            self._fail(sequence.router, key, error)
+        self._wake.set()
+
+    def _fail(self, router: Peer, key: RequestKey, error: ErrorInfo) -> None:
+        self._failures += 1
+        self._link.send(router, Failed(key=key, error=error))
+
+    async def _ticks(self) -> None:
+        while True:
+            await asyncio.sleep(TICK)
+            self._imports.tick()
+            self._peers.tick(self._scheduler.prefill_endpoints())
+            self._check_when_idle(busy=not self._scheduler.idle)
+
+    def _check_when_idle(self, *, busy: bool) -> None:
+        # Recounting a large pool takes a while: once in each idle spell, when it has lasted and nobody waits.
+        now = time.monotonic()
+        if busy:
+            self._check_at = now + IDLE_BEFORE_CHECK
+        elif now >= self._check_at:
+            self._check_at = math.inf
+            self.pool.check_integrity()
+
+    # --- steps ----------------------------------------------------------------------------------------------------
+
+    async def _steps(self) -> None:
+        while True:
+            step = self._scheduler.next_step()
+            for sequence in step.preempted:
+                self._preempt(sequence)
+            self._admit()
+            if not step.sequences:
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            try:
+                tokens = await self._stepper.execute(chunks_of(step.sequences))
+            except KVFerryError as error:
+                logger.exception("a decode step failed")
+                for sequence in self._scheduler.fail_step():
+                    self._fail(sequence.router, sequence.key, ErrorInfo.of(error))
+                continue
+            self._decode_tokens += len(tokens)
+            for output in self._scheduler.complete_step(tokens):
+                self._emit(output)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._preemptions += 1
+        self._imports.cancel(sequence.key)
+        self._link.send(
+            sequence.router,
+            Failed(
+                key=sequence.key,
+                error=ErrorInfo.of(Preempted("the block pool is full; older requests go first")),
+            ),
+        )
+
+    def _emit(self, output: Output) -> None:
+        sequence = output.sequence
+        times, sequence.times = sequence.times, None
+        if times is not None:
+            times = msgspec.structs.replace(times, decode_step=time.monotonic() - sequence.committed)
+        self._link.send(
+            sequence.router,
+            Tokens(
+                key=sequence.key,
+                start=output.start,
+                token_ids=(output.token_id,),
+                finish_reason=output.finish_reason,
+                times=times,
+            ),
+        )

@@ -1,0 +1,48 @@
+"""Settings of one prefill worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.config import EngineConfig
+from protocol.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillConfig:
+    """What one prefill worker is told at its start.
+
+    Attributes:
+        name: unique in the cluster.
+        model_name: what clients call the model.
+        engine: model, pool and step limits.
+        routers: hub endpoint of every router.
+        bind_host: address that decode workers reach this host at.
+        streams: TCP connections per decode worker.
+        transfer_timeout: seconds without progress after which a ship fails.
+        max_waiting: prompts in the queue before new ones are refused.
+
+    Raises:
+        ConfigError: names the field and the value.
+    """
+
+    name: str
+    model_name: str
+    engine: EngineConfig
+    routers: tuple[str, ...]
+    bind_host: str = "127.0.0.1"
+    streams: int = 2
+    transfer_timeout: float = 10.0
+    max_waiting: int = 1024
+
+    def __post_init__(self) -> None:
+        for field, valid, wanted in (
+            ("name", bool(self.name), "a non-empty string"),
+            ("model_name", bool(self.model_name), "a non-empty string"),
+            ("routers", bool(self.routers), "at least one hub endpoint"),
+            ("streams", 1 <= self.streams <= 64, "in [1, 64]"),
+            ("transfer_timeout", self.transfer_timeout > 0, "above 0"),
+            ("max_waiting", self.max_waiting >= 1, "at least 1"),
+        ):
+            if not valid:
+                raise ConfigError(f"{field} must be {wanted}, got {getattr(self, field)!r}", field=field)

@@ -1,0 +1,209 @@
+"""Carries out what the lease book decides: holds on blocks, ships, messages to decode workers.
+
+Life cycle: made with an empty book, every event goes through a method here, :meth:`Exports.close` once all leases are
+to end. One event loop; ships run as tasks and come back as events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+
+from engine.block_pool import BlockPool, HolderKind, Owner
+from kv_transfer.instructions import (
+    Failed,
+    Hold,
+    Instruction,
+    Quarantine,
+    Release,
+    Send,
+    Ship,
+    StopShips,
+)
+from kv_transfer.lease import LeaseBook
+from kv_transfer.plan import plan
+from kv_transfer.transport import Sender, TransportConfig, make_sender, scheme_of
+from protocol.errors import KVFerryError, TransferError
+from protocol.ids import Peer, RequestKey
+from protocol.layout import KVLayout
+from protocol.messages import Abort, ErrorInfo, Grant, Message, Prefill, Renew, Settle
+
+logger = logging.getLogger(__name__)
+
+
+def lease_owner(key: RequestKey) -> Owner:
+    """Holds the blocks that a reader may still want."""
+    return Owner(HolderKind.LEASE, str(key))
+
+
+def quarantine_owner(key: RequestKey) -> Owner:
+    """Holds blocks of a closed lease that the transport may still read."""
+    return Owner(HolderKind.QUARANTINE, str(key))
+
+
+class Exports:
+    """The leases of one prefill worker.
+
+    Args:
+        pool: whose blocks are leased.
+        layout: of the pool.
+        memory: the pool's bytes.
+        send: sends a message to a decode worker.
+        failed: tells the worker that a lease ended badly.
+        closed: tells the worker that a lease has given back its blocks.
+        transport: settings of the transports.
+
+    Attributes:
+        kv_blocks, kv_bytes, kv_seconds: shipped and acknowledged so far.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        layout: KVLayout,
+        memory: memoryview,
+        *,
+        send: Callable[[Peer, Message], bool],
+        failed: Callable[[RequestKey, ErrorInfo], None],
+        closed: Callable[[RequestKey], None],
+        transport: TransportConfig,
+    ) -> None:
+        self.book = LeaseBook()
+        self.kv_blocks = 0
+        self.kv_bytes = 0
+        self.kv_seconds = 0.0
+        self._pool = pool
+        self._layout = layout
+        self._memory = memory
+        self._send = send
+        self._failed = failed
+        self._closed = closed
+        self._transport = transport
+        self._senders: dict[str, Sender] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def open(self, request: Prefill, reader: Peer) -> None:
+        """Open the lease of a prompt that ``reader`` will take over."""
+        self._carry_out(
+            self.book.open(
+                request.key,
+                reader,
+                None,
+                num_tokens=len(request.token_ids),
+                block_size=self._layout.block_size,
+                ttl=request.lease_ttl,
+                now=time.monotonic(),
+            )
+        )
+
+    def computed(self, key: RequestKey, blocks: Sequence[int]) -> None:
+        """The next logical blocks are complete."""
+        self._carry_out(self.book.computed(key, blocks, time.monotonic()))
+
+    def finished(self, key: RequestKey, next_token: int) -> None:
+        """The whole prompt is computed and its first token drawn."""
+        self._carry_out(self.book.finished(key, next_token, time.monotonic()))
+
+    def cancel(self, key: RequestKey) -> None:
+        """The router ended the attempt."""
+        self._carry_out(self.book.cancel(key, time.monotonic()))
+
+    def fail(self, key: RequestKey, error: KVFerryError) -> None:
+        """This worker cannot finish the prompt: its reader and the router are told."""
+        self._carry_out(self.book.fail(key, error, time.monotonic()))
+
+    def receive(self, sender: Peer, message: Message) -> None:
+        """A message of a decode worker; what a decode worker does not send changes nothing."""
+        now = time.monotonic()
+        match message:
+            case Grant():
+                self._carry_out(self.book.grant(sender, message, now))
+            case Renew():
+                self._carry_out(self.book.renew(sender, message, now))
+            case Settle():
+                self._carry_out(self.book.settle(sender, message, now))
+            case Abort():
+                self._carry_out(self.book.abort(sender, message, now))
+            case _:
+                logger.warning("decode worker %s sent a %s", sender, type(message).__name__)
+
+    def tick(self) -> None:
+        """Let what is due expire."""
+        self._carry_out(self.book.tick(time.monotonic()))
+
+    async def close(self) -> None:
+        """Stop every ship and the transports under them."""
+        for sender in self._senders.values():
+            await sender.close()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _carry_out(self, instructions: Iterable[Instruction]) -> None:
+        closed: list[RequestKey] = []
+        for instruction in instructions:
+            match instruction:
+                case Hold(key, blocks):
+                    self._pool.share(lease_owner(key), blocks)
+                case Ship():
+                    self._spawn(self._ship(instruction))
+                case Send(peer, message):
+                    self._send(peer, message)
+                case StopShips(_, ticket):
+                    self._spawn(self._stop(ticket))
+                case Quarantine(key):
+                    self._pool.move_all(lease_owner(key), quarantine_owner(key))
+                case Release(key):
+                    self._pool.release_all(lease_owner(key))
+                    self._pool.release_all(quarantine_owner(key))
+                    closed.append(key)
+                case Failed(key, error):
+                    self._failed(key, error)
+        # Last: the worker forgets the request with its lease, and could not report a failure after that.
+        for key in closed:
+            self._closed(key)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _sender(self, address: str) -> Sender:
+        scheme = scheme_of(address)
+        if scheme not in self._senders:
+            self._senders[scheme] = make_sender(scheme, self._memory, self._transport)
+        return self._senders[scheme]
+
+    async def _ship(self, order: Ship) -> None:
+        try:
+            spans = plan(self._layout, order.source_blocks, order.layout, order.target_blocks)
+            report = await self._sender(order.address).ship(
+                order.address,
+                order.ticket,
+                spans,
+                tuple(zip(order.target_blocks, order.generations, strict=True)),
+            )
+        except Exception as error:
+            # Whatever went wrong, the book must hear of it: without a report the blocks would drain for ever.
+            cause = error if isinstance(error, KVFerryError) else TransferError(f"ship {order.ship_id} failed: {error}")
+            if cause is not error:
+                logger.exception("ship %d of %s failed", order.ship_id, order.key)
+            self._carry_out(self.book.ship_failed(order.key, order.ship_id, cause, time.monotonic()))
+            return
+        self.kv_blocks += len(order.source_blocks)
+        self.kv_bytes += report.nbytes
+        self.kv_seconds += report.seconds
+        self._carry_out(
+            self.book.shipped(
+                order.key,
+                order.ship_id,
+                nbytes=report.nbytes,
+                blocks=len(order.source_blocks),
+                seconds=report.seconds,
+                now=time.monotonic(),
+            )
+        )
+
+    async def _stop(self, ticket: bytes) -> None:
+        for sender in self._senders.values():
+            await sender.abort(ticket)

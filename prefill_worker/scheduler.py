@@ -1,0 +1,296 @@
+r"""Which prompt tokens the next step computes. Pure bookkeeping over the block pool: no I/O, no tensors.
+
+Life cycle of a prompt::
+
+    WAITING --admit--> RUNNING --complete--> FINISHED
+       |                  |  \--cancel while a step computes it--> LEAVING --step ends--> GONE
+       \------cancel-----/---cancel--> GONE
+
+A prompt is admitted with all its blocks or not at all, first come first served, so an admitted prompt can always
+finish. Blocks of a prompt that a running step still writes are kept until that step has ended.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from engine.batch import Chunk
+from engine.block_pool import BlockPool, HolderKind, Owner
+from engine.prefix_index import BlockHash, block_hashes
+from protocol.errors import PoolExhausted
+from protocol.ids import Peer, RequestKey
+from protocol.messages import Prefill
+from protocol.transitions import Tracker, TransitionTable
+
+
+class PromptState(Enum):
+    """Where a prompt stands."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    LEAVING = auto()
+    FINISHED = auto()
+    GONE = auto()
+
+
+class PromptEvent(Enum):
+    """What moves a prompt."""
+
+    ADMIT = auto()
+    COMPLETE = auto()
+    CANCEL = auto()
+    CANCEL_IN_STEP = auto()
+    STEP_ENDED = auto()
+
+
+PROMPTS = TransitionTable(
+    "prompt",
+    PromptState.WAITING,
+    {
+        (PromptState.WAITING, PromptEvent.ADMIT): PromptState.RUNNING,
+        (PromptState.WAITING, PromptEvent.CANCEL): PromptState.GONE,
+        (PromptState.RUNNING, PromptEvent.COMPLETE): PromptState.FINISHED,
+        (PromptState.RUNNING, PromptEvent.CANCEL): PromptState.GONE,
+        (PromptState.RUNNING, PromptEvent.CANCEL_IN_STEP): PromptState.LEAVING,
+        (PromptState.LEAVING, PromptEvent.STEP_ENDED): PromptState.GONE,
+    },
+)
+"""The one transition table of a prompt."""
+
+
+@dataclass(slots=True)
+class Prompt:
+    """One prompt being prefilled.
+
+    Attributes:
+        request: as it came from the router.
+        router: who asked.
+        arrived, started: on the injected clock.
+        hashes: of its full blocks.
+        block_table: physical blocks, empty until admitted.
+        cached_tokens: skipped by a prefix hit.
+        computed: tokens whose KV is in the pool.
+    """
+
+    request: Prefill
+    router: Peer
+    arrived: float
+    tracker: Tracker[PromptState, PromptEvent]
+    hashes: Sequence[BlockHash] = ()
+    block_table: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
+    computed: int = 0
+    started: float = 0.0
+
+    @property
+    def key(self) -> RequestKey:
+        """Request and attempt."""
+        return self.request.key
+
+    @property
+    def owner(self) -> Owner:
+        """Holds its blocks while it computes."""
+        return Owner(HolderKind.TABLE, str(self.request.key))
+
+    @property
+    def length(self) -> int:
+        """Prompt tokens."""
+        return len(self.request.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One prompt's share of a step: tokens ``[start, stop)``."""
+
+    prompt: Prompt
+    start: int
+    stop: int
+
+    @property
+    def last(self) -> bool:
+        """Whether the first output token is drawn in this step."""
+        return self.stop == self.prompt.length
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What one prompt gained in a step.
+
+    Attributes:
+        prompt: whose.
+        blocks: physical blocks that became complete, in logical order.
+        token_id: the first token, when the prompt is finished.
+    """
+
+    prompt: Prompt
+    blocks: tuple[int, ...]
+    token_id: int | None
+
+
+class PrefillScheduler:
+    """Packs waiting prompts into steps of at most ``max_batch_tokens`` tokens, in chunks that end on block borders.
+
+    Args:
+        pool: holds the blocks.
+        block_size: tokens per block.
+        max_batch_tokens: token budget of one step.
+        max_sequences: prompts computed side by side.
+    """
+
+    def __init__(self, pool: BlockPool, *, block_size: int, max_batch_tokens: int, max_sequences: int) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        self._budget = max(max_batch_tokens, block_size)
+        self._max_sequences = max_sequences
+        self._waiting: deque[Prompt] = deque()
+        self._running: dict[RequestKey, Prompt] = {}
+        self._in_step: tuple[Work, ...] = ()
+
+    @property
+    def waiting(self) -> int:
+        """Prompts not yet admitted."""
+        return len(self._waiting)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens not yet computed."""
+        running = sum(prompt.length - prompt.computed for prompt in self._running.values())
+        return running + sum(prompt.length for prompt in self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Prompts being computed."""
+        return len(self._running)
+
+    def find(self, key: RequestKey) -> Prompt | None:
+        """The live prompt of ``key``."""
+        found = self._running.get(key)
+        if found is None:
+            found = next((prompt for prompt in self._waiting if prompt.key == key), None)
+        return found
+
+    def add(self, request: Prefill, router: Peer, now: float) -> Prompt:
+        """Queue a prompt."""
+        prompt = Prompt(request=request, router=router, arrived=now, tracker=PROMPTS.start(str(request.key)))
+        self._waiting.append(prompt)
+        return prompt
+
+    def admit(self, now: float) -> list[Progress]:
+        """Admit what fits; prefix-hit blocks are reported as complete at once."""
+        admitted = []
+        while self._waiting and len(self._running) < self._max_sequences:
+            prompt = self._waiting[0]
+            if not self._place(prompt):
+                break
+            self._waiting.popleft()
+            self._running[prompt.key] = prompt
+            prompt.tracker.move(PromptEvent.ADMIT)
+            prompt.started = now
+            admitted.append(Progress(prompt, tuple(prompt.block_table[: prompt.computed // self._block_size]), None))
+        return admitted
+
+    def next_step(self) -> tuple[Work, ...]:
+        """The next step's work, oldest prompts first; empty when there is none. One step at a time."""
+        assert not self._in_step, "the last step has not been completed"
+        left = self._budget
+        chosen = []
+        for prompt in self._running.values():
+            stop = min(prompt.length, prompt.computed + left)
+            if stop < prompt.length:
+                stop -= stop % self._block_size
+            if stop > prompt.computed:
+                chosen.append(Work(prompt, prompt.computed, stop))
+                left -= stop - prompt.computed
+        self._in_step = tuple(chosen)
+        return self._in_step
+
+    def complete_step(self, tokens: Sequence[int | None]) -> list[Progress]:
+        """Account for the step that :meth:`next_step` gave; ``tokens`` holds one entry per piece of work."""
+        progress = []
+        for work, token in zip(self._in_step, tokens, strict=True):
+            prompt = work.prompt
+            if prompt.tracker.state is PromptState.LEAVING:
+                self._leave(prompt)
+                continue
+            first = prompt.computed // self._block_size
+            prompt.computed = work.stop
+            full = work.stop // self._block_size
+            for index in range(first, full):
+                self._pool.seal(prompt.block_table[index], prompt.hashes[index])
+            complete = len(prompt.block_table) if work.last else full
+            progress.append(Progress(prompt, tuple(prompt.block_table[first:complete]), token))
+            if work.last:
+                prompt.tracker.move(PromptEvent.COMPLETE)
+                del self._running[prompt.key]
+        self._in_step = ()
+        return progress
+
+    def fail_step(self) -> list[Prompt]:
+        """The step raised: every prompt in it leaves the scheduler. Returns those nobody had cancelled."""
+        failed = []
+        for work in self._in_step:
+            if work.prompt.tracker.state is not PromptState.LEAVING:
+                work.prompt.tracker.move(PromptEvent.CANCEL_IN_STEP)
+                failed.append(work.prompt)
+            self._leave(work.prompt)
+        self._in_step = ()
+        return failed
+
+    def release(self, prompt: Prompt) -> None:
+        """Give back a finished prompt's blocks; a lease that shares them keeps them."""
+        self._pool.release_all(prompt.owner)
+
+    def cancel(self, key: RequestKey) -> Prompt | None:
+        """Drop a live prompt; its blocks go once no step writes them. Returns it, or None when there is none."""
+        prompt = self.find(key)
+        if prompt is None or prompt.tracker.state is PromptState.LEAVING:
+            return None
+        if any(work.prompt is prompt for work in self._in_step):
+            prompt.tracker.move(PromptEvent.CANCEL_IN_STEP)
+            return prompt
+        if prompt.tracker.state is PromptState.WAITING:
+            self._waiting.remove(prompt)
+        else:
+            del self._running[key]
+            self._pool.release_all(prompt.owner)
+        prompt.tracker.move(PromptEvent.CANCEL)
+        return prompt
+
+    def _leave(self, prompt: Prompt) -> None:
+        prompt.tracker.move(PromptEvent.STEP_ENDED)
+        del self._running[prompt.key]
+        self._pool.release_all(prompt.owner)
+
+    def _place(self, prompt: Prompt) -> bool:
+        if not prompt.hashes:
+            prompt.hashes = block_hashes(prompt.request.token_ids, self._block_size, prompt.request.cache_salt.encode())
+        # At least one token is computed here, since the first output token needs its logits.
+        reusable = (prompt.length - 1) // self._block_size
+        hit = self._pool.match(prompt.hashes[:reusable])
+        blocks = -(-prompt.length // self._block_size)
+        self._pool.share(prompt.owner, hit)
+        try:
+            fresh = self._pool.allocate(prompt.owner, blocks - len(hit))
+        except PoolExhausted:
+            self._pool.release_all(prompt.owner)
+            return False
+        prompt.block_table = [*hit, *fresh]
+        prompt.computed = prompt.cached_tokens = len(hit) * self._block_size
+        return True
+
+
+def chunks_of(step: Sequence[Work]) -> list[Chunk]:
+    """The engine's view of a step."""
+    return [
+        Chunk(
+            token_ids=work.prompt.request.token_ids[work.start : work.stop],
+            start=work.start,
+            block_table=work.prompt.block_table,
+            sampling=work.prompt.request.sampling if work.last else None,
+            position=work.prompt.request.emitted,
+        )
+        for work in step
+    ]

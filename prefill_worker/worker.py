@@ -1,0 +1,333 @@
+"""The prefill worker: an event loop around the scheduler, the leases and one engine thread.
+
+Life cycle: made (cheap: no model, no socket) -> :meth:`PrefillWorker.start` loads the model, binds, announces itself
+-> serves until :meth:`PrefillWorker.stop`. A fatal error of a loop of ours ends :meth:`PrefillWorker.wait` with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import zmq.asyncio
+
+from engine.block_pool import BlockPool
+from kv_transfer.transport import TransportConfig
+from prefill_worker.config import PrefillConfig
+from prefill_worker.exports import Exports
+from prefill_worker.scheduler import PrefillScheduler, Progress, Prompt, chunks_of
+from protocol.errors import ContextLengthExceeded, InvalidRequest, KVFerryError, Overloaded, ProtocolError
+from protocol.ids import Peer, RequestKey
+from protocol.messages import (
+    Cancel,
+    ErrorInfo,
+    Failed,
+    Heartbeat,
+    Message,
+    Prefill,
+    StageTimes,
+    Tokens,
+    WorkerLoad,
+    WorkerProfile,
+)
+from protocol.sampling import FinishReason
+from protocol.sockets import Hub
+from protocol.worker_link import WorkerLink
+
+TICK = 0.1
+"""Seconds between two looks at what has expired."""
+
+IDLE_BEFORE_CHECK = 1.0
+"""Seconds without work after which the pool is recounted, once."""
+
+logger = logging.getLogger(__name__)
+
+
+class PrefillWorker:
+    """One prefill process.
+
+    Attributes:
+        me: name and incarnation.
+        profile: what it is, once started.
+        ready: whether it serves.
+    """
+
+    def __init__(self, config: PrefillConfig) -> None:
+        self.config = config
+        self.me = Peer(config.name, time.time_ns())
+        self.ready = False
+        self.profile: WorkerProfile | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._wake = asyncio.Event()
+        self._check_at = math.inf
+        self._stopped = asyncio.Event()
+        self._prefill_tokens = self._cached_tokens = self._failures = 0
+
+    async def start(self, progress: Callable[[str, float], None] | None = None) -> None:
+        """Load the model, bind the sockets, and begin to serve.
+
+        Args:
+            progress: called with a stage's name and the fraction done, from the loading thread.
+
+        Raises:
+            ModelError, ConfigError: the model cannot be loaded so.
+        """
+        from engine.runner import ModelRunner
+        from engine.stepper import Stepper
+
+        executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+        loop = asyncio.get_running_loop()
+        try:
+            runner = await loop.run_in_executor(executor, ModelRunner.load, self.config.engine, progress)
+            await loop.run_in_executor(executor, runner.warm_up)
+        except BaseException:
+            executor.shutdown(wait=False)
+            raise
+        self._stepper = Stepper(runner, executor)
+        settings = runner.config
+        self._max_model_len = runner.max_model_len
+        self._vocab_size = runner.vocab_size
+        self.pool = BlockPool(runner.num_blocks, settings.block_size, prefix_cache=settings.prefix_cache)
+        self._scheduler = PrefillScheduler(
+            self.pool,
+            block_size=settings.block_size,
+            max_batch_tokens=settings.max_batch_tokens,
+            max_sequences=settings.max_sequences,
+        )
+        self._context = zmq.asyncio.Context()
+        self._hub = Hub(self._context, self.me, f"tcp://{self.config.bind_host}:0")
+        self._exports = Exports(
+            self.pool,
+            runner.layout,
+            runner.cache.memory(),
+            send=self._send_to_reader,
+            failed=self._lease_failed,
+            closed=self._lease_closed,
+            transport=TransportConfig(streams=self.config.streams, timeout=self.config.transfer_timeout),
+        )
+        self._routers: dict[RequestKey, Peer] = {}
+        self.profile = WorkerProfile(
+            role="prefill",
+            model=self.config.model_name,
+            vocab_size=runner.vocab_size,
+            max_model_len=runner.max_model_len,
+            layout=runner.layout,
+            num_blocks=runner.num_blocks,
+            peer_endpoint=self._hub.endpoint,
+            device=str(runner.device),
+            pid=os.getpid(),
+        )
+        self._link = WorkerLink(
+            self._context,
+            self.me,
+            self.config.routers,
+            heartbeat=self._heartbeat,
+            on_message=self._from_router,
+            on_router_lost=self._router_lost,
+        )
+        self._link.start()
+        for work, name in ((self._steps(), "steps"), (self._readers(), "readers"), (self._ticks(), "ticks")):
+            self._tasks.append(asyncio.create_task(work, name=name))
+        self.ready = True
+
+    async def wait(self) -> None:
+        """Return once stopped; raise what ended a loop of ours before that."""
+        stopped = asyncio.create_task(self._stopped.wait())
+        done, _ = await asyncio.wait([stopped, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+        if stopped in done:
+            return
+        stopped.cancel()
+        for task in done:
+            await task
+
+    async def stop(self) -> None:
+        """Stop serving; every block, thread and socket is given back."""
+        if not self.ready:
+            return
+        self.ready = False
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._exports.close()
+        await self._link.close()
+        self._hub.close()
+        self._stepper.close()
+        self._context.term()
+        self._stopped.set()
+
+    def load(self) -> WorkerLoad:
+        """What it is doing now."""
+        exports = self._exports
+        return WorkerLoad(
+            pool=self.pool.counts(),
+            waiting=self._scheduler.waiting,
+            waiting_tokens=self._scheduler.waiting_tokens,
+            running=self._scheduler.running,
+            open_leases=exports.book.open_count,
+            steps=self._stepper.steps,
+            step_seconds=self._stepper.step_seconds,
+            step_age=self._stepper.age,
+            prefill_tokens=self._prefill_tokens,
+            cached_tokens=self._cached_tokens,
+            kv_blocks=exports.kv_blocks,
+            kv_bytes=exports.kv_bytes,
+            kv_seconds=exports.kv_seconds,
+            failures=self._failures,
+        )
+
+    def _heartbeat(self) -> Heartbeat:
+        assert self.profile is not None
+        return Heartbeat(self.profile, self.load())
+
+    # --- messages -------------------------------------------------------------------------------------------------
+
+    def _from_router(self, router: Peer, message: Message) -> None:
+        match message:
+            case Prefill():
+                self._accept(router, message)
+            case Cancel():
+                self._cancel(message.key)
+            case _:
+                logger.warning("router %s sent a %s to a prefill worker", router, type(message).__name__)
+
+    def _accept(self, router: Peer, request: Prefill) -> None:
+        if request.key in self._routers:
+            return
+        length = len(request.token_ids)
+        error: KVFerryError | None = None
+        if not 0 < length < self._max_model_len:
+            error = ContextLengthExceeded(
+                f"prompt has {length} tokens, this model takes 1 to {self._max_model_len - 1}", field="prompt"
+            )
+        elif max(request.token_ids) >= self._vocab_size:
+            error = InvalidRequest(
+                f"token id {max(request.token_ids)} is outside the vocabulary of {self._vocab_size}", field="prompt"
+            )
+        elif self._scheduler.waiting >= self.config.max_waiting:
+            error = Overloaded(f"{self._scheduler.waiting} prompts are waiting, {self.config.max_waiting} are allowed")
+        if error is not None:
+            self._fail(router, request.key, ErrorInfo.of(error))
+            return
+        self._routers[request.key] = router
+        self._scheduler.add(request, router, time.monotonic())
+        if request.handoff is not None:
+            self._exports.open(request, request.handoff)
+        self._wake.set()
+
+    def _cancel(self, key: RequestKey) -> None:
+        self._scheduler.cancel(key)
+        self._exports.cancel(key)
+        self._routers.pop(key, None)
+        self._wake.set()
+
+    def _router_lost(self, router: Peer) -> None:
+        for key in [key for key, asked in self._routers.items() if asked == router]:
+            self._cancel(key)
+
+    def _send_to_reader(self, peer: Peer, message: Message) -> bool:
+        return self._hub.send(str(peer).encode(), message)
+
+    def _lease_failed(self, key: RequestKey, error: ErrorInfo) -> None:
+        router = self._routers.pop(key, None)
+        self._scheduler.cancel(key)
+        if router is not None:
+            self._fail(router, key, error)
+
+    def _lease_closed(self, key: RequestKey) -> None:
+        self._routers.pop(key, None)
+        self._wake.set()
+
+    def _fail(self, router: Peer, key: RequestKey, error: ErrorInfo) -> None:
+        self._failures += 1
+        self._link.send(router, Failed(key=key, error=error))
+
+    async def _readers(self) -> None:
+        while True:
+            try:
+                _, envelope = await self._hub.receive()
+            except ProtocolError as error:
+                logger.warning("refused a frame from a decode worker: %s", error)
+                continue
+            self._exports.receive(envelope.sender, envelope.body)
+
+    async def _ticks(self) -> None:
+        while True:
+            await asyncio.sleep(TICK)
+            self._exports.tick()
+            self._check_when_idle(busy=bool(self._scheduler.running or self._scheduler.waiting))
+
+    def _check_when_idle(self, *, busy: bool) -> None:
+        # Recounting a large pool takes a while: once in each idle spell, when it has lasted and nobody waits.
+        now = time.monotonic()
+        if busy:
+            self._check_at = now + IDLE_BEFORE_CHECK
+        elif now >= self._check_at:
+            self._check_at = math.inf
+            self.pool.check_integrity()
+
+    # --- steps ----------------------------------------------------------------------------------------------------
+
+    async def _steps(self) -> None:
+        while True:
+            for progress in self._scheduler.admit(time.monotonic()):
+                self._cached_tokens += progress.prompt.cached_tokens
+                self._advance(progress)
+            step = self._scheduler.next_step()
+            if not step:
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            try:
+                tokens = await self._stepper.execute(chunks_of(step))
+            except KVFerryError as error:
+                logger.exception("a prefill step failed")
+                for prompt in self._scheduler.fail_step():
+                    if prompt.request.handoff is not None:
+                        self._exports.fail(prompt.key, error)
+                    else:
+                        self._lease_failed(prompt.key, ErrorInfo.of(error))
+                continue
+            self._prefill_tokens += sum(work.stop - work.start for work in step)
+            for progress in self._scheduler.complete_step(tokens):
+                self._advance(progress)
+
+    def _advance(self, progress: Progress) -> None:
+        prompt = progress.prompt
+        leased = prompt.request.handoff is not None
+        if leased and progress.blocks:
+            self._exports.computed(prompt.key, progress.blocks)
+        if progress.token_id is None:
+            return
+        finish_reason = self._emit(prompt, progress.token_id)
+        if leased and finish_reason is None:
+            self._exports.finished(prompt.key, progress.token_id)
+        elif leased:
+            self._exports.cancel(prompt.key)
+        self._scheduler.release(prompt)
+
+    def _emit(self, prompt: Prompt, token_id: int) -> FinishReason | None:
+        request = prompt.request
+        now = time.monotonic()
+        finish_reason = request.sampling.finish_reason(token_id, request.emitted + 1)
+        self._link.send(
+            prompt.router,
+            Tokens(
+                key=request.key,
+                start=request.emitted,
+                token_ids=(token_id,),
+                finish_reason=finish_reason,
+                times=StageTimes(
+                    prefill_queue=prompt.started - prompt.arrived,
+                    prefill=now - prompt.started,
+                    cached_tokens=prompt.cached_tokens,
+                ),
+            ),
+        )
+        if finish_reason is not None or request.handoff is None:
+            self._routers.pop(request.key, None)
+        return finish_reason
