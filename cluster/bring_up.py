@@ -1,0 +1,257 @@
+"""Brings a cluster up, and down again.
+
+Life cycle of a cluster: its name is claimed, its Ray node started (or a running Ray cluster joined), the router's actor
+placed, then the workers', and it is up when the router says so. Whatever fails on the way, nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import Any
+
+import msgspec
+
+from cluster.actors import ActorStatus, create_actor
+from cluster.config import ClusterConfig
+from cluster.model_store import resolve_model
+from cluster.ownership import check_ownership
+from cluster.plan import ROUTER_NAME, ActorOrder, check_orders, router_order, worker_orders
+from cluster.progress import Progress, Step, silent
+from cluster.ray_node import connect, log_tail, node_alive, start_node, stop_node
+from cluster.signals import uninterrupted
+from cluster.state import ClusterState, NodeState, StateStore
+from protocol.errors import ClusterError, ClusterNotFound, StartFailed
+
+POLL_SECONDS = 0.1
+STOP_SECONDS = 15.0
+"""What an actor gets to stop in good order before it is killed."""
+
+
+def up(config: ClusterConfig, progress: Progress = silent, *, store: StateStore | None = None) -> ClusterState:
+    """Bring a cluster up and return once its router is ready.
+
+    Args:
+        config: the cluster.
+        progress: told of each step.
+        store: where the cluster is recorded; None takes the user's.
+
+    Raises:
+        ClusterExists: one of that name is up.
+        StartFailed: something was not ready within ``config.ray.start_timeout`` seconds, or failed; names it and why.
+        ConfigError, ModelError, ClusterError: as they say. After any of them nothing is left running.
+    """
+    store = StateStore() if store is None else store
+    check_ownership()
+    _clear_remains(config.name, store)
+    state = store.reserve(config.name)
+    try:
+        return _BringUp(config, progress, store, state).run()
+    except BaseException:
+        with uninterrupted():
+            down(config.name, store=store)
+        raise
+
+
+def down(name: str, progress: Progress = silent, *, store: StateStore | None = None) -> None:
+    """Bring a cluster down: stop its actors in good order, then whatever is left of them and of its own Ray node.
+
+    Raises:
+        ClusterNotFound: no such cluster.
+        ClusterError: a joined Ray cluster cannot be reached, or a process outlived being killed.
+    """
+    store = StateStore() if store is None else store
+    state = store.load(name)
+    node = state.node
+    if node is not None:
+        if (node.address or not node.owned) and state.actors and node_alive(node):
+            try:
+                _stop_actors(state, node, progress)
+            except ClusterError:
+                if not node.owned:
+                    raise
+        progress(Step(actor="ray", stage="stopping"))
+        stop_node(node)
+    store.remove(name)
+    progress(Step(actor="cluster", stage="down", fraction=1.0))
+
+
+class _BringUp:
+    """One cluster on its way up; keeps its record current."""
+
+    def __init__(self, config: ClusterConfig, progress: Progress, store: StateStore, state: ClusterState) -> None:
+        self._config, self._progress, self._store, self._state = config, progress, store, state
+        self._deadline = time.monotonic() + config.ray.start_timeout
+        self._pids: dict[str, int] = {}
+
+    def run(self) -> ClusterState:
+        config = self._config
+        model = resolve_model(config.model, self._model_progress)
+        # The time limit is for the processes; a first download may take what it takes.
+        self._deadline = time.monotonic() + config.ray.start_timeout
+        ports = _free_ports(config)
+        router = router_order(config, *ports)
+        check_orders([router, *worker_orders(config, (f"tcp://127.0.0.1:{router.hub_port}",))], model)
+        node = self._node()
+        with connect(node, config.name) as ray:
+            here = "127.0.0.1" if node.owned else ray.util.get_node_ip_address()
+            workers = worker_orders(config, (f"tcp://{here}:{router.hub_port}",))
+            self._record(
+                actors=tuple(order.name for order in (router, *workers)),
+                url=f"http://{_reachable(config.router.host, here)}:{router.port}",
+                hub=f"tcp://{here}:{router.hub_port}",
+                model=config.model_name,
+                transport=config.transfer.transport,
+            )
+            # All at once: a worker knows where the router will be, and its connection waits for it.
+            self._await(ray, {order.name: self._place(ray, order) for order in (router, *workers)}, node)
+        self._await_router()
+        self._record(ready=True)
+        self._progress(Step(actor="cluster", stage="ready", fraction=1.0))
+        return self._state
+
+    def _node(self) -> NodeState:
+        section = self._config.ray
+        if section.address is not None:
+            node = NodeState(address=section.address)
+        else:
+            self._progress(Step(actor="ray", stage="starting"))
+            node = start_node(section, lambda begun: self._record(node=begun), timeout=self._left())
+        self._record(node=node)
+        self._progress(Step(actor="ray", stage="ready", fraction=1.0))
+        return node
+
+    def _place(self, ray: Any, order: ActorOrder) -> Any:
+        self._progress(Step(actor=order.name, stage="placing"))
+        try:
+            return create_actor(ray, order)
+        except ValueError as error:  # Ray's word for a name that is taken
+            raise StartFailed(f"cannot place {order.name}: {error}") from error
+
+    def _await(self, ray: Any, handles: dict[str, Any], node: NodeState) -> None:
+        last = dict.fromkeys(handles, "placing")
+        calls = {handle.status.remote(): name for name, handle in handles.items()}
+        while calls:
+            done, _ = ray.wait(list(calls), num_returns=len(calls), timeout=POLL_SECONDS)
+            for call in done:
+                name = calls.pop(call)
+                status = self._status(ray, call, name, node)
+                last[name] = f"{status.stage} {status.fraction:.0%}" if status.fraction else status.stage
+                self._progress(Step(actor=name, stage=status.stage, fraction=status.fraction))
+                if status.state != "ready":
+                    calls[handles[name].status.remote()] = name
+            if calls and time.monotonic() > self._deadline:
+                late = ", ".join(f"{name} ({last[name]})" for name in sorted(calls.values()))
+                hint = f"; Ray has {ray.available_resources()} left" if "placing" in late else ""
+                raise StartFailed(f"not ready within {self._config.ray.start_timeout:g} s: {late}{hint}")
+            if calls:
+                time.sleep(POLL_SECONDS)
+
+    def _status(self, ray: Any, call: Any, name: str, node: NodeState) -> ActorStatus:
+        try:
+            status = msgspec.json.decode(ray.get(call), type=ActorStatus)
+        except ray.exceptions.RayError as error:
+            # While a cluster comes up, a death is a failure even where Ray would try again.
+            tail = log_tail(node, self._pids[name]) if name in self._pids else ""
+            raise StartFailed(f"{name} died while starting: {tail or error}") from error
+        self._pids[name] = status.pid
+        if status.state == "failed":
+            raise StartFailed(f"{name} failed to start: {status.error}")
+        if status.restarted:
+            raise StartFailed(f"{name} died while starting, and was restarted")
+        return status
+
+    def _await_router(self) -> None:
+        import httpx
+
+        self._progress(Step(actor=ROUTER_NAME, stage="waiting for workers", fraction=0.5))
+        answer = "no answer"
+        with httpx.Client(trust_env=False, timeout=2.0) as client:
+            while time.monotonic() < self._deadline:
+                try:
+                    response = client.get(f"{self._state.url}/ready")
+                except httpx.HTTPError as error:
+                    answer = str(error)
+                else:
+                    if response.status_code == httpx.codes.OK:
+                        return
+                    answer = f"{response.status_code} {response.text[:500]}"
+                time.sleep(POLL_SECONDS)
+        raise StartFailed(f"{ROUTER_NAME} is not ready after {self._config.ray.start_timeout:g} s: {answer}")
+
+    def _record(self, **changes: Any) -> None:
+        self._state = msgspec.structs.replace(self._state, **changes)
+        self._store.save(self._state)
+
+    def _model_progress(self, stage: str, done: int, total: int) -> None:
+        self._progress(Step(actor="model", stage=stage, fraction=done / total if total else 0.0))
+
+    def _left(self) -> float:
+        return max(1.0, self._deadline - time.monotonic())
+
+
+def _clear_remains(name: str, store: StateStore) -> None:
+    """Bring down what is left of a cluster that is not up any more."""
+    try:
+        state = store.load(name)
+    except ClusterNotFound:
+        return
+    abandoned = not state.ready and not state.starter.alive()
+    dead = state.node is not None and state.node.owned and not node_alive(state.node)
+    if abandoned or dead:
+        down(name, store=store)
+
+
+def _stop_actors(state: ClusterState, node: NodeState, progress: Progress) -> None:
+    with connect(node, state.name) as ray:
+        handles = {name: handle for name in state.actors if (handle := _find(ray, name)) is not None}
+        # The router first: with it gone no new request comes in.
+        for group in ([ROUTER_NAME], [name for name in handles if name != ROUTER_NAME]):
+            asked = [handles[name].stop.remote() for name in group if name in handles]
+            for name in group:
+                progress(Step(actor=name, stage="stopping"))
+            if asked:
+                ray.wait(asked, num_returns=len(asked), timeout=STOP_SECONDS)
+        for handle in handles.values():
+            ray.kill(handle, no_restart=True)
+        deadline = time.monotonic() + STOP_SECONDS
+        while any(_find(ray, name) is not None for name in handles):
+            if time.monotonic() > deadline:
+                raise ClusterError(f"Ray still lists actors of cluster {state.name!r}")
+            time.sleep(POLL_SECONDS)
+
+
+def _find(ray: Any, name: str) -> Any:
+    try:
+        return ray.get_actor(name)
+    except ValueError:
+        return None
+
+
+def _free_ports(config: ClusterConfig) -> tuple[int, int]:
+    """HTTP port and hub port; fixed from now on, so that a restarted router is found again."""
+    http = _bindable(config.router.host, config.router.port, "router.port")
+    hub = config.router.hub_port
+    while True:
+        chosen = _bindable("127.0.0.1" if config.ray.address is None else "", hub, "router.hub_port")
+        if chosen != http:
+            return http, chosen
+
+
+def _bindable(host: str, port: int, field: str) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise StartFailed(
+                f"{field}: cannot listen on {host}:{port}: {error.strerror or error}", field=field
+            ) from error
+        return int(probe.getsockname()[1])
+
+
+def _reachable(host: str, here: str) -> str:
+    if host in ("0.0.0.0", "::", ""):  # noqa: S104  compared, not bound
+        return here
+    return f"[{host}]" if ":" in host else host

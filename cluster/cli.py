@@ -1,0 +1,162 @@
+"""The ``kvferry`` command. Heavy imports happen inside the commands, so that ``--help`` is quick."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from cluster.model_command import model_app
+from protocol.errors import InvariantViolation, KVFerryError
+
+app = typer.Typer(
+    name="kvferry",
+    help="Serve large language models with prefill and decode on different machines.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.add_typer(model_app)
+
+ERROR_STATUS = 1
+INTERNAL_ERROR_STATUS = 70
+PIPE_WIDTH = 200
+
+Name = Annotated[
+    str | None, typer.Argument(metavar="[NAME]", help="Of the cluster; may be left out if only one is up.")
+]
+Url = Annotated[str | None, typer.Option("--url", help="Of the router; default: the cluster that is up.")]
+MaxTokens = Annotated[int | None, typer.Option("--max-tokens", min=1, help="Output tokens at most.")]
+Temperature = Annotated[float | None, typer.Option("--temperature", min=0.0, max=2.0, help="0 is greedy.")]
+Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Same seed, same text.")]
+
+
+@app.callback()
+def options(debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False) -> None:
+    """Options of every command; ``main`` reads ``--debug`` when an error comes."""
+
+
+@app.command("up")
+def up_command(file: Annotated[Path, typer.Argument(metavar="FILE", help="The cluster's YAML file.")]) -> None:
+    """Bring a cluster up and leave it running."""
+    from cluster.bring_up import up
+    from cluster.config_file import load_config
+    from cluster.display import StepPrinter
+    from cluster.signals import exit_on_terminate
+
+    with exit_on_terminate():
+        state = up(load_config(file), StepPrinter(Console(stderr=True)))
+    typer.echo(f"cluster {state.name!r} serves {state.model} at {state.url}/v1")
+
+
+@app.command("status")
+def status_command(
+    name: Name = None, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
+) -> None:
+    """Show the processes of a cluster and what they do."""
+    import msgspec
+
+    from cluster.display import status_table
+    from cluster.state import StateStore
+    from cluster.status import cluster_report
+
+    store = StateStore()
+    report = cluster_report(name or store.only(), store=store)
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
+        return
+    typer.echo(f"cluster {report.name!r}: {report.state}, {report.model} at {report.url}, KV by {report.transport}")
+    # Whoever reads it through a pipe wants whole words.
+    Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(status_table(report))
+
+
+@app.command("down")
+def down_command(name: Name = None) -> None:
+    """Bring a cluster down; nothing of it is left running."""
+    from cluster.bring_up import down
+    from cluster.display import StepPrinter
+    from cluster.signals import uninterrupted
+    from cluster.state import StateStore
+
+    store = StateStore()
+    with uninterrupted():
+        down(name or store.only(), StepPrinter(Console(stderr=True)), store=store)
+
+
+@app.command("complete")
+def complete_command(
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT")],
+    url: Url = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    seed: Seed = None,
+) -> None:
+    """Continue a prompt, printing the text as it comes."""
+    from cluster.conversation import default_url, given, show_stream
+    from router.client import Client
+
+    with Client(url or default_url()) as client:
+        show_stream(client, prompt, **given(max_tokens=max_tokens, temperature=temperature, seed=seed))
+
+
+@app.command("chat")
+def chat_command(
+    message: Annotated[str | None, typer.Argument(metavar="[MESSAGE]", help="Left out: a chat line by line.")] = None,
+    url: Url = None,
+    system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    seed: Seed = None,
+) -> None:
+    """Chat with the model, printing each answer as it comes."""
+    from cluster.conversation import chat_messages, converse, default_url, given, show_stream
+    from router.client import Client
+
+    params = given(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    with Client(url or default_url()) as client:
+        if message is None:
+            converse(client, Console(), system=system, params=params)
+        else:
+            show_stream(client, chat_messages(message, system), **params)
+
+
+@app.command("demo")
+def demo_command(
+    oneshot: Annotated[bool, typer.Option("--oneshot", help="End after the first answer.")] = False,
+) -> None:
+    """Bring a whole cluster up on this machine, ask it a question, and show where the time went."""
+    from cluster.demo import run_demo
+
+    run_demo(Console(), oneshot=oneshot)
+
+
+@app.command("version")
+def version_command() -> None:
+    """Print the version."""
+    from importlib.metadata import version
+
+    typer.echo(f"kvferry {version('kvferry')}")
+
+
+def main() -> None:
+    """Run the command; an error is one line on standard error and a non-zero status."""
+    try:
+        app()
+    except KVFerryError as error:
+        _complain(error, f"{error.message}", INTERNAL_ERROR_STATUS if _ours(error) else ERROR_STATUS)
+    except Exception as error:
+        _complain(error, f"unexpected {type(error).__name__}: {error}", INTERNAL_ERROR_STATUS)
+
+
+def _ours(error: KVFerryError) -> bool:
+    return isinstance(error, InvariantViolation)
+
+
+def _complain(error: Exception, message: str, status: int) -> None:
+    if "--debug" in sys.argv:
+        raise error
+    typer.echo(f"kvferry: {message}", err=True)
+    raise SystemExit(status)

@@ -1,0 +1,221 @@
+"""What one cluster consists of: the sections of its YAML file.
+
+Every value is checked at construction; :mod:`cluster.config_file` reads the file and names the path of a bad value.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from kv_transfer.transport import SCHEMES
+from protocol.errors import ConfigError
+
+Setting = bool | int | float | str
+"""A value of a component's own setting."""
+
+NAME_PATTERN = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62})")
+MIN_OBJECT_STORE_BYTES = 75 << 20
+"""Ray refuses a smaller object store."""
+MAX_REPLICAS = 1024
+TRANSPORTS = tuple(sorted({*SCHEMES} - {"inproc"}))
+"""Transports that cross processes, as the workers of a cluster do."""
+
+
+def _check(section: object, *rules: tuple[str, bool, str]) -> None:
+    for field, valid, wanted in rules:
+        if not valid:
+            raise ConfigError(f"{field} must be {wanted}, got {getattr(section, field)!r}", field=field)
+
+
+class EngineSection(msgspec.Struct, frozen=True, kw_only=True):
+    """Engine settings; what is None keeps the engine's own default. Its fields are those of EngineConfig.
+
+    Attributes:
+        dtype: "auto", "float32", "float16" or "bfloat16".
+        device: "auto", "cpu" or "cuda:0" and the like.
+        block_size: tokens per KV block.
+        order: inner order of a KV block, "NHD" or "HND".
+        num_blocks: KV blocks in the pool, the padding block included.
+        max_model_len: prompt plus output tokens at most.
+        max_batch_tokens: prompt tokens computed in one step.
+        max_sequences: sequences in one step.
+        attention: attention backend, or "auto".
+        prefix_cache: keep and share full blocks of earlier prompts.
+    """
+
+    dtype: str | None = None
+    device: str | None = None
+    block_size: int | None = None
+    order: str | None = None
+    num_blocks: int | None = None
+    max_model_len: int | None = None
+    max_batch_tokens: int | None = None
+    max_sequences: int | None = None
+    attention: str | None = None
+    prefix_cache: bool | None = None
+
+    def given(self) -> dict[str, Any]:
+        """The settings that are not None."""
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+
+
+class RoleSection(msgspec.Struct, frozen=True, kw_only=True):
+    """The workers of one role.
+
+    Attributes:
+        replicas: how many.
+        cpus: CPU cores that Ray sets aside for each; 0 lets them share.
+        gpus: GPUs that Ray sets aside for each.
+        threads: compute threads of each; None shares the cores of this machine evenly on our own node, and takes
+            ``cpus`` on a joined one.
+        engine: differences from the shared engine settings.
+        limits: the worker's own settings, by their name in its configuration.
+    """
+
+    replicas: int = 1
+    cpus: float = 0.0
+    gpus: float = 0.0
+    threads: int | None = None
+    engine: EngineSection = EngineSection()
+    limits: dict[str, Setting] = {}
+
+    def __post_init__(self) -> None:
+        _check(
+            self,
+            ("replicas", 1 <= self.replicas <= MAX_REPLICAS, f"in [1, {MAX_REPLICAS}]"),
+            ("cpus", 0 <= self.cpus <= 4096, "in [0, 4096]"),
+            ("gpus", 0 <= self.gpus <= 64, "in [0, 64]"),
+            ("threads", self.threads is None or 1 <= self.threads <= 1024, "in [1, 1024], or null"),
+        )
+
+
+class RouterSection(msgspec.Struct, frozen=True, kw_only=True):
+    """The router.
+
+    Attributes:
+        host: address that the HTTP server binds.
+        port: HTTP port; 0 takes a free one when the cluster comes up.
+        hub_port: port that the workers connect to; 0 takes a free one.
+        cpus: CPU cores that Ray sets aside for it.
+        limits: the router's own settings, by their name in its configuration.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    hub_port: int = 0
+    cpus: float = 0.0
+    limits: dict[str, Setting] = {}
+
+    def __post_init__(self) -> None:
+        _check(
+            self,
+            ("host", bool(self.host.strip()), "a host name or an address"),
+            ("port", 0 <= self.port <= 65535, "in [0, 65535]"),
+            ("hub_port", 0 <= self.hub_port <= 65535, "in [0, 65535]"),
+            ("cpus", 0 <= self.cpus <= 4096, "in [0, 4096]"),
+        )
+        if self.port and self.port == self.hub_port:
+            raise ConfigError(f"hub_port must differ from port, got {self.hub_port} for both", field="hub_port")
+
+
+class TransferSection(msgspec.Struct, frozen=True, kw_only=True):
+    """How KV blocks travel.
+
+    Attributes:
+        transport: URI scheme of the decode workers' receivers.
+        streams: connections per pair of workers.
+        lease_ttl: seconds that prefill holds blocks with no sign of their reader.
+        timeout: seconds without progress after which a transfer fails.
+    """
+
+    transport: str = "tcp"
+    streams: int = 2
+    lease_ttl: float = 30.0
+    timeout: float = 10.0
+
+    def __post_init__(self) -> None:
+        _check(
+            self,
+            ("transport", self.transport in TRANSPORTS, f"one of {', '.join(TRANSPORTS)}"),
+            ("streams", 1 <= self.streams <= 64, "in [1, 64]"),
+            ("lease_ttl", 0 < self.lease_ttl <= 3600, "in (0, 3600] seconds"),
+            ("timeout", 0 < self.timeout <= 3600, "in (0, 3600] seconds"),
+        )
+
+
+class RaySection(msgspec.Struct, frozen=True, kw_only=True):
+    """The Ray cluster that the processes run on.
+
+    Attributes:
+        address: of a running Ray cluster to join, or "auto"; None starts a node of our own for this cluster alone.
+        cpus, gpus: what our own node offers; None takes what the machine has.
+        object_store_memory: bytes; nothing of ours rides on the object store, so the least that Ray takes will do.
+        start_timeout: seconds in which everything must be ready.
+    """
+
+    address: str | None = None
+    cpus: int | None = None
+    gpus: int | None = None
+    object_store_memory: int = 100 << 20
+    start_timeout: float = 180.0
+
+    def __post_init__(self) -> None:
+        _check(
+            self,
+            ("address", self.address is None or bool(self.address.strip()), "host:port, 'auto' or null"),
+            ("cpus", self.cpus is None or self.cpus >= 1, "at least 1, or null"),
+            ("gpus", self.gpus is None or self.gpus >= 0, "at least 0, or null"),
+            (
+                "object_store_memory",
+                self.object_store_memory >= MIN_OBJECT_STORE_BYTES,
+                f"at least {MIN_OBJECT_STORE_BYTES} bytes",
+            ),
+            ("start_timeout", 0 < self.start_timeout <= 86400, "in (0, 86400] seconds"),
+        )
+
+
+class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One cluster.
+
+    Attributes:
+        model: path of a Hugging Face directory, or a known name.
+        name: of the cluster; also the Ray namespace of its actors.
+        served_name: what clients call the model; None takes the last part of ``model``.
+        engine: settings shared by every worker.
+        prefill, decode: the workers of each role.
+        router, transfer, ray: see there.
+
+    Raises:
+        ConfigError: names the field and the value.
+    """
+
+    model: str
+    name: str = "kvferry"
+    served_name: str | None = None
+    engine: EngineSection = EngineSection()
+    prefill: RoleSection = RoleSection()
+    decode: RoleSection = RoleSection()
+    router: RouterSection = RouterSection()
+    transfer: TransferSection = TransferSection()
+    ray: RaySection = RaySection()
+
+    def __post_init__(self) -> None:
+        _check(
+            self,
+            ("model", bool(self.model.strip()), "a path or a known name"),
+            ("name", bool(NAME_PATTERN.fullmatch(self.name)), "letters, digits, '.', '_' or '-', 63 at most"),
+            ("served_name", self.served_name is None or bool(self.served_name.strip()), "a non-empty name, or null"),
+        )
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        return self.served_name or Path(self.model).name or self.model
+
+    def section(self, role: Literal["prefill", "decode"]) -> RoleSection:
+        """The workers of ``role``."""
+        return self.prefill if role == "prefill" else self.decode

@@ -1,0 +1,104 @@
+"""Reads a cluster's YAML file into :class:`cluster.config.ClusterConfig`, and says exactly what is wrong with it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, get_origin, get_type_hints
+
+import msgspec
+import yaml
+
+from cluster.config import ClusterConfig
+from protocol.errors import ConfigError
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+MAX_FILE_BYTES = 1 << 20
+
+
+def load_config(path: str | Path) -> ClusterConfig:
+    """The cluster that a YAML file describes; a relative model path is taken from the file's folder.
+
+    Raises:
+        ConfigError: the file is missing or is no YAML, a key is unknown (names the nearest known one), or a value is
+            wrong (names its path in the file and the value).
+    """
+    file = Path(path)
+    try:
+        if file.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"{file} is longer than {MAX_FILE_BYTES} bytes")
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {file}: {error}") from error
+    config = parse_config(text, source=str(file))
+    beside = file.parent / config.model
+    if config.model.startswith(".") or (not Path(config.model).exists() and beside.is_dir()):
+        return msgspec.structs.replace(config, model=str(beside.resolve()))
+    return config
+
+
+def parse_config(text: str, *, source: str = "configuration") -> ClusterConfig:
+    """The cluster that ``text`` describes.
+
+    Raises:
+        ConfigError: as :func:`load_config`.
+    """
+    try:
+        raw = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{source} is not valid YAML: {error}") from error
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{source} must be a mapping with at least 'model', got {raw!r}")
+    try:
+        return build(ClusterConfig, raw)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error.message}", field=error.field) from error
+
+
+def build(kind: type[S], raw: Mapping[Any, Any], path: str = "") -> S:
+    """A ``kind`` from plain data; nested sections are built the same way.
+
+    Raises:
+        ConfigError: ``field`` is the dotted path of the bad key or value, and the message names both.
+    """
+    hints = get_type_hints(kind)
+    fields = {field.name: field for field in msgspec.structs.fields(kind)}
+    values: dict[str, Any] = {}
+    for key, value in raw.items():
+        where = f"{path}{key}"
+        if key not in fields:
+            raise unknown_key(where, str(key), fields)
+        values[key] = _value(hints[key], value, where)
+    for name, field in fields.items():
+        if field.required and name not in values:
+            raise ConfigError(f"{path}{name} is missing", field=f"{path}{name}")
+    try:
+        return kind(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{path}{error.message}", field=f"{path}{error.field}") from error
+
+
+def unknown_key(where: str, key: str, known: Iterable[str]) -> ConfigError:
+    """The error for an unknown ``key`` at the dotted path ``where``, with the nearest known one."""
+    names = sorted(known)
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(names)}"
+    return ConfigError(f"{where} is not a known key; {hint}", field=where)
+
+
+def _value(kind: Any, value: Any, where: str) -> Any:
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        if value is None:
+            return kind()
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{where} must be a mapping, got {value!r}", field=where)
+        return build(kind, value, f"{where}.")
+    if get_origin(kind) is dict and value is None:
+        return {}
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        detail = str(error).split(" - at ")[0].replace("`", "")
+        raise ConfigError(f"{where}: {detail[:1].lower()}{detail[1:]}, value {value!r}", field=where) from error

@@ -1,0 +1,246 @@
+"""Runs one service (a router or a worker) on an event loop of its own, in a thread of its own.
+
+Life cycle: made, :meth:`Host.begin` starts the thread, and the service comes up with nobody calling; :meth:`Host.stop`
+ends it. A service that ends by itself after it was ready is reported to ``on_fatal``::
+
+    STARTING -came_up-> READY -stop-> STOPPING -ended-> STOPPED
+    STARTING -failed-> FAILED        READY -failed-> FAILED
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from enum import Enum
+from typing import Any, Protocol, TypeVar
+
+from protocol.errors import KVFerryError, StartFailed
+from protocol.transitions import TransitionTable
+
+T = TypeVar("T")
+
+StartProgress = Callable[[str, float], None]
+MAX_RETRY_DELAY_SECONDS = 30.0
+
+
+class Service(Protocol):
+    """What a host runs; all of it is called on the host's loop."""
+
+    async def start(self, progress: StartProgress | None = None) -> None:
+        """Come up; return when ready."""
+
+    async def stop(self) -> None:
+        """End, giving everything back; harmless when it never came up."""
+
+    async def wait(self) -> None:
+        """Return when stopped; raise what ended it before that."""
+
+
+class HostState(Enum):
+    """Where a hosted service stands."""
+
+    STARTING = "starting"
+    READY = "ready"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+class HostEvent(Enum):
+    """What happens to a hosted service."""
+
+    CAME_UP = "came up"
+    FAILED = "failed"
+    STOP = "stop"
+    ENDED = "ended"
+
+
+HOST_TABLE: TransitionTable[HostState, HostEvent] = TransitionTable(
+    "host",
+    HostState.STARTING,
+    {
+        (HostState.STARTING, HostEvent.CAME_UP): HostState.READY,
+        (HostState.STARTING, HostEvent.FAILED): HostState.FAILED,
+        (HostState.STARTING, HostEvent.STOP): HostState.STOPPING,
+        (HostState.READY, HostEvent.FAILED): HostState.FAILED,
+        (HostState.READY, HostEvent.STOP): HostState.STOPPING,
+        (HostState.STOPPING, HostEvent.ENDED): HostState.STOPPED,
+        (HostState.FAILED, HostEvent.STOP): HostState.STOPPING,
+    },
+)
+
+
+class Host:
+    """One service and its loop.
+
+    Args:
+        name: of the thread, and in messages.
+        make: makes the service; called in the thread, and may block.
+        retry: a service that does not come up is tried again, with a growing pause, in place of failing.
+        on_fatal: called, in the thread, when a service that was ready ends by itself.
+
+    Attributes:
+        service: the service, once made.
+        stage, fraction: how far it has come up.
+        error: why it failed, or did not come up at the last try.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], Service],
+        *,
+        retry: bool = False,
+        on_fatal: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        self.name = name
+        self.service: Service | None = None
+        self.stage, self.fraction, self.error = "placed", 0.0, ""
+        self._make, self._retry, self._on_fatal = make, retry, on_fatal
+        self._tracker = HOST_TABLE.start(name)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._asked_to_stop = asyncio.Event()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    @property
+    def state(self) -> HostState:
+        """Where the service stands."""
+        return self._tracker.state
+
+    def begin(self) -> None:
+        """Start the thread."""
+        self._loop = _new_loop()
+        self._thread.start()
+
+    def stop(self, timeout: float) -> None:
+        """Ask the service to end and wait for the thread; callable from any other thread, more than once.
+
+        Raises:
+            StartFailed: it did not end within ``timeout`` seconds.
+        """
+        self.ask_to_stop()
+        if self._thread.ident is not None and not self._ended.wait(timeout):
+            raise StartFailed(f"{self.name} did not stop within {timeout:g} s")
+
+    def ask_to_stop(self) -> None:
+        """Ask the service to end, without waiting."""
+        if self._loop is not None and not self._ended.is_set():
+            self._loop.call_soon_threadsafe(self._asked_to_stop.set)
+
+    async def call(self, work: Callable[[Any], T]) -> T:
+        """``work(service)``, run on the service's loop; awaited from another loop.
+
+        Raises:
+            KVFerryError: the service is not ready.
+        """
+        if self._loop is None or self.state is not HostState.READY:
+            raise KVFerryError(f"{self.name} is {self.state.value}")
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(work(self.service))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        self._loop.call_soon_threadsafe(run)
+        return await asyncio.wrap_future(answer)
+
+    # --- in the thread --------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        assert self._loop is not None
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._main())
+        finally:
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+            self._loop.close()
+            self._ended.set()
+
+    async def _main(self) -> None:
+        stop = asyncio.create_task(self._asked_to_stop.wait())
+        try:
+            if await self._come_up(stop):
+                await self._serve(stop)
+            await stop
+            self._tracker.move(HostEvent.STOP)
+            if self.service is not None:
+                await self.service.stop()
+            self._tracker.move(HostEvent.ENDED)
+        finally:
+            stop.cancel()
+
+    async def _come_up(self, stop: asyncio.Task[bool]) -> bool:
+        delay = 0.5
+        while not stop.done():
+            error = await self._try(stop)
+            if error is None:
+                if not stop.done():
+                    self.stage, self.fraction, self.error = "ready", 1.0, ""
+                    self._tracker.move(HostEvent.CAME_UP)
+                    return True
+                return False
+            self.error = describe(error)
+            if not self._retry:
+                self._tracker.move(HostEvent.FAILED)
+                return False
+            if self.service is not None:
+                with contextlib.suppress(Exception):  # what start left half done is given back, or was never taken
+                    await self.service.stop()
+                self.service = None
+            await asyncio.wait([stop], timeout=delay)
+            delay = min(2 * delay, MAX_RETRY_DELAY_SECONDS)
+        return False
+
+    async def _try(self, stop: asyncio.Task[bool]) -> BaseException | None:
+        """Why the service did not come up; None when it did, or when it shall stop."""
+        assert self._loop is not None
+        try:
+            self.service = await self._loop.run_in_executor(None, self._make)
+            start = asyncio.create_task(self.service.start(self._progress))
+            await asyncio.wait([start, stop], return_when=asyncio.FIRST_COMPLETED)
+            if not start.done():
+                start.cancel()
+                await asyncio.wait([start])
+                return None
+            await start
+        except Exception as error:
+            return error
+        return None
+
+    async def _serve(self, stop: asyncio.Task[bool]) -> None:
+        assert self.service is not None
+        running = asyncio.create_task(self.service.wait())
+        await asyncio.wait([running, stop], return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            running.cancel()
+            await asyncio.wait([running])
+            return
+        error = running.exception() or StartFailed(f"{self.name} ended by itself")
+        self.error = describe(error)
+        self._tracker.move(HostEvent.FAILED)
+        if self._on_fatal is not None:
+            self._on_fatal(error)
+
+    def _progress(self, stage: str, fraction: float) -> None:
+        self.stage, self.fraction = stage, fraction
+
+
+def describe(error: BaseException) -> str:
+    """One line about an error; an error of the tree speaks for itself, another one is named."""
+    if isinstance(error, KVFerryError):
+        return f"{error.code}: {error.message}"
+    return f"{type(error).__name__}: {error}"
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()

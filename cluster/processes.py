@@ -1,0 +1,77 @@
+"""Finds and ends exactly the processes of one node of ours, whoever their parent is by now.
+
+A process belongs to a node when it was started with the node's folder in its environment, or writes its output there.
+Command lines are not asked: somebody who looks at a log file has the folder in theirs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+import psutil
+
+from cluster.state import ProcessMark
+
+NODE_VARIABLE = "KVFERRY_NODE_DIR"
+"""Set, to the node's folder, in the environment of everything that a node starts."""
+KILL_PATIENCE_SECONDS = 10.0
+
+
+def node_processes(folder: str) -> list[psutil.Process]:
+    """The live processes of the node in ``folder`` and their descendants, this process excepted."""
+    found: dict[int, psutil.Process] = {}
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and _belongs(process, folder):
+                # Ray's agents overwrite their environment with a title; their parent's is intact.
+                found |= {one.pid: one for one in (process, *process.children(recursive=True))}
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return [process for process in found.values() if _live(process)]
+
+
+def end_node_processes(folder: str, daemon: ProcessMark | None, *, grace: float) -> list[int]:
+    """Ask the daemon to end all; after ``grace`` seconds kill what is left.
+
+    Returns:
+        Pids that are still there some seconds after they were killed.
+    """
+    known = node_processes(folder)
+    if daemon is not None and daemon.alive():
+        _signal(psutil.Process(daemon.pid), signal.SIGTERM)
+    # Without a daemon Ray's processes end by themselves, most of them at once.
+    psutil.wait_procs(known, timeout=grace if daemon is not None and daemon.alive() else 2.0)
+    # Look again: a process may have started another one meanwhile.
+    left = {process.pid: process for process in (*known, *node_processes(folder)) if _live(process)}
+    for process in left.values():
+        _signal(process, signal.SIGKILL)
+    psutil.wait_procs(list(left.values()), timeout=KILL_PATIENCE_SECONDS)
+    return [process.pid for process in left.values() if _live(process)]
+
+
+def _belongs(process: psutil.Process, folder: str) -> bool:
+    if process.environ().get(NODE_VARIABLE) == folder:
+        return True
+    inside = folder.rstrip("/") + "/"
+    for descriptor in (1, 2):
+        try:
+            if str(Path(f"/proc/{process.pid}/fd/{descriptor}").readlink()).startswith(inside):
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def _live(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _signal(process: psutil.Process, number: signal.Signals) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.send_signal(number)

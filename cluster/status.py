@@ -1,0 +1,97 @@
+"""How a cluster and its processes are, asked from the processes themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from cluster.actors import ActorStatus
+from cluster.ray_node import connect, node_alive
+from cluster.state import ClusterState, StateStore
+from protocol.messages import WorkerLoad
+
+CALL_SECONDS = 3.0
+
+
+class ActorReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One actor: how it is, and, of a worker that is ready, what it does."""
+
+    status: ActorStatus
+    load: WorkerLoad | None = None
+
+
+class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One cluster.
+
+    Attributes:
+        name, url, model, transport: of the cluster.
+        state: "ready" when every actor is, "starting", "degraded", or "dead" when its Ray node is gone.
+        actors: router first.
+    """
+
+    name: str
+    url: str
+    model: str
+    transport: str
+    state: str
+    actors: tuple[ActorReport, ...] = ()
+
+
+def cluster_report(name: str, *, store: StateStore | None = None) -> ClusterReport:
+    """Ask every actor of a cluster how it is; one that does not answer in time is reported as such.
+
+    Raises:
+        ClusterNotFound: no such cluster.
+        ClusterError: its Ray cluster cannot be reached.
+    """
+    state = (StateStore() if store is None else store).load(name)
+    if state.node is None or not state.node.address:
+        return _report(state, "starting" if state.starter.alive() else "dead", ())
+    if not node_alive(state.node):
+        return _report(state, "dead", ())
+    with connect(state.node, state.name) as ray:
+        actors = _ask(ray, state.actors)
+    if actors and all(actor.status.state == "ready" for actor in actors):
+        return _report(state, "ready" if state.ready else "starting", actors)
+    return _report(state, "degraded" if state.ready else "starting", actors)
+
+
+def _ask(ray: Any, names: tuple[str, ...]) -> tuple[ActorReport, ...]:
+    calls: dict[str, tuple[Any, Any] | None] = {}
+    for name in names:
+        try:
+            handle = ray.get_actor(name)
+        except ValueError:
+            calls[name] = None
+            continue
+        calls[name] = (handle.status.remote(), handle.load.remote())
+    waited = [call for pair in calls.values() if pair is not None for call in pair]
+    if waited:
+        ray.wait(waited, num_returns=len(waited), timeout=CALL_SECONDS)
+    return tuple(_answer(ray, name, pair) for name, pair in calls.items())
+
+
+def _answer(ray: Any, name: str, pair: tuple[Any, Any] | None) -> ActorReport:
+    role = name.rpartition("-")[0]
+    missing = ActorStatus(name=name, role=role, pid=0, host="", state="gone")
+    if pair is None:
+        return ActorReport(status=missing)
+    try:
+        status = msgspec.json.decode(ray.get(pair[0], timeout=0), type=ActorStatus)
+    except ray.exceptions.RayError as error:
+        silent = isinstance(error, ray.exceptions.GetTimeoutError)
+        return ActorReport(
+            status=msgspec.structs.replace(missing, state="no answer" if silent else "restarting", error=str(error))
+        )
+    try:
+        load = msgspec.json.decode(ray.get(pair[1], timeout=0), type=WorkerLoad | None)
+    except ray.exceptions.RayError:
+        load = None
+    return ActorReport(status=status, load=load)
+
+
+def _report(state: ClusterState, word: str, actors: tuple[ActorReport, ...]) -> ClusterReport:
+    return ClusterReport(
+        name=state.name, url=state.url, model=state.model, transport=state.transport, state=word, actors=actors
+    )

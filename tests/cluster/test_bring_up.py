@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from cluster.bring_up import down, up
+from cluster.cli import app
+from cluster.config import ClusterConfig, EngineSection, RaySection, RoleSection, RouterSection
+from cluster.processes import node_processes
+from cluster.progress import Step
+from cluster.ray_node import connect, node_pids
+from cluster.state import ClusterState, StateStore
+from cluster.status import ActorReport, ClusterReport, cluster_report
+from protocol.errors import ClusterExists, ClusterNotFound, KVFerryError, StartFailed
+from router.client import Client
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+ENGINE = EngineSection(dtype="float32", num_blocks=64, block_size=8)
+
+
+def tiny(model: Path, name: str, **changes: object) -> ClusterConfig:
+    config = ClusterConfig(
+        name=name,
+        model=str(model),
+        served_name="tiny",
+        engine=ENGINE,
+        router=RouterSection(port=0),
+        ray=RaySection(cpus=2, start_timeout=120.0),
+    )
+    return msgspec.structs.replace(config, **changes)
+
+
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    pause = threading.Event()
+    for _ in range(int(seconds / 0.05)):
+        if condition():
+            return
+        pause.wait(0.05)
+    raise AssertionError("the condition never came true")
+
+
+class World:
+    """One cluster that several tests look at."""
+
+    def __init__(self, state: ClusterState, store: StateStore, steps: list[Step]) -> None:
+        self.state, self.store, self.steps = state, store, steps
+
+    def report(self) -> ClusterReport:
+        return cluster_report(self.state.name, store=self.store)
+
+    def actor(self, name: str) -> ActorReport:
+        return next(actor for actor in self.report().actors if actor.status.name == name)
+
+    def answer(self) -> str:
+        with Client(self.state.url, model="tiny", retries=0) as client:
+            done = client.complete("ferry across the water", max_tokens=8, temperature=0, ignore_eos=True, timings=True)
+            assert done.timings is not None
+            assert done.timings.kv_bytes > 0
+            return done.text
+
+    def answers(self) -> bool:
+        try:
+            return bool(self.answer())
+        except KVFerryError:
+            return False
+
+
+@pytest.fixture(scope="module")
+def world(tiny_llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    store = StateStore(tmp_path_factory.mktemp("state"))
+    steps: list[Step] = []
+    state = up(tiny(tiny_llama_dir, "world"), steps.append, store=store)
+    assert state.node is not None
+    pids = node_pids(state.node)
+    yield World(state, store, steps)
+    down("world", store=store)
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    assert not node_processes(state.node.temp_dir)
+    assert not Path(state.node.temp_dir).exists()
+    assert store.names() == []
+    with pytest.raises(ClusterNotFound):
+        down("world", store=store)
+
+
+def test_every_step_was_told_and_the_cluster_answers(world: World) -> None:
+    told = {(step.actor, step.stage) for step in world.steps}
+    assert {("ray", "starting"), ("ray", "ready"), ("cluster", "ready")} <= told
+    for name in ("router-0", "prefill-0", "decode-0"):
+        assert {(name, "placing"), (name, "ready")} <= told
+    assert world.answer()
+
+
+def test_the_report_tells_of_every_process(world: World) -> None:
+    report = world.report()
+    assert (report.state, report.model, report.url) == ("ready", "tiny", world.state.url)
+    assert [actor.status.name for actor in report.actors] == ["router-0", "prefill-0", "decode-0"]
+    assert [actor.status.state for actor in report.actors] == ["ready"] * 3
+    assert [actor.load is None for actor in report.actors] == [True, False, False]
+    assert world.state.node is not None
+    assert {actor.status.pid for actor in report.actors} <= {*node_pids(world.state.node)}
+    for actor in report.actors[1:]:
+        assert actor.load is not None
+        assert actor.load.pool.total == 64
+        assert actor.load.pool.leaked == 0
+
+
+def test_the_command_shows_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_STATE_DIR", str(world.store.folder))
+    shown = CliRunner().invoke(app, ["status", "--json"], catch_exceptions=False)
+    assert shown.exit_code == 0
+    assert msgspec.json.decode(shown.stdout, type=ClusterReport).state == "ready"
+    table = CliRunner().invoke(app, ["status", "world"], catch_exceptions=False)
+    row = next(line.split() for line in table.stdout.splitlines() if line.startswith("prefill-0"))
+    assert row[1] == "prefill"
+    assert row[3:5] == ["ready", "63/63"]
+
+
+def test_a_second_cluster_of_the_name_is_refused_and_the_first_lives_on(world: World, tiny_llama_dir: Path) -> None:
+    with pytest.raises(ClusterExists, match="kvferry down world"):
+        up(tiny(tiny_llama_dir, "world"), store=world.store)
+    assert world.answer()
+
+
+@pytest.mark.parametrize("name", ["decode-0", "prefill-0", "router-0"])
+def test_a_killed_process_comes_back_by_itself(world: World, name: str) -> None:
+    expected = world.answer()
+    before = world.actor(name).status
+    others = [actor.status.pid for actor in world.report().actors if actor.status.name != name]
+    os.kill(before.pid, signal.SIGKILL)
+    until(lambda: world.actor(name).status.state == "ready" and world.actor(name).status.pid != before.pid)
+    assert world.actor(name).status.restarted
+    until(world.answers)
+    assert world.answer() == expected
+    assert [actor.status.pid for actor in world.report().actors if actor.status.name != name] == others
+
+
+@pytest.fixture
+def address(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A running Ray cluster to join, which is left as it was found."""
+    node = world.state.node
+    assert node is not None
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", node.token)
+
+    def actors() -> set[str]:
+        with connect(node, "test") as ray:
+            return {f"{one['namespace']}/{one['name']}" for one in ray.util.list_named_actors(all_namespaces=True)}
+
+    before = actors()
+    yield node.address
+    assert actors() == before
+    assert world.answer()
+
+
+def test_a_joined_ray_cluster_serves_and_is_left_as_it_was(address: str, tiny_llama_dir: Path, tmp_path: Path) -> None:
+    store = StateStore(tmp_path / "state")
+    state = up(tiny(tiny_llama_dir, "guest", ray=RaySection(address=address)), store=store)
+    guest = World(state, store, [])
+    pids = [actor.status.pid for actor in guest.report().actors]
+    assert len(pids) == 3
+    assert not state.hub.startswith("tcp://127.")
+    assert guest.answer()
+    down("guest", store=store)
+    until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    assert store.names() == []
+
+
+def test_a_worker_that_cannot_load_is_named_with_its_reason(address: str, tiny_llama_dir: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_llama_dir, broken)
+    weights = next(broken.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    store = StateStore(tmp_path / "state")
+    with pytest.raises(StartFailed, match=r"(prefill|decode)-0 failed to start: .*safetensors"):
+        up(tiny(broken, "broken", ray=RaySection(address=address)), store=store)
+    assert store.names() == []
+
+
+def test_what_cannot_be_placed_is_named_with_what_is_left(address: str, tiny_llama_dir: Path, tmp_path: Path) -> None:
+    store = StateStore(tmp_path / "state")
+    config = tiny(
+        tiny_llama_dir, "greedy", decode=RoleSection(cpus=64), ray=RaySection(address=address, start_timeout=5.0)
+    )
+    with pytest.raises(StartFailed, match=r"decode-0 \(placing\).*'CPU': 2"):
+        up(config, store=store)
+    assert store.names() == []
+
+
+def test_a_taken_port_is_named_before_anything_starts(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    steps: list[Step] = []
+    store = StateStore(tmp_path / "state")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(StartFailed, match=str(port)):
+            up(tiny(tiny_llama_dir, "taken", router=RouterSection(port=port)), steps.append, store=store)
+    assert "ray" not in {step.actor for step in steps}
+    assert store.names() == []
+
+
+def test_what_a_dead_starter_left_is_cleared_by_the_next_up(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    file = tmp_path / "tiny.yaml"
+    file.write_text(f"model: {tiny_llama_dir}\nname: left\nrouter: {{port: 0}}\nengine: {{num_blocks: 64}}\n")
+    store = StateStore(tmp_path / "state")
+    command = [sys.executable, "-m", "cluster", "up", str(file)]
+    environment = os.environ | {"KVFERRY_STATE_DIR": str(store.folder)}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as starter:
+        until(lambda: store.names() == ["left"] and store.load("left").node is not None)
+        starter.kill()
+    left = store.load("left")
+    assert not left.ready
+    assert left.node is not None
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) as starter:
+        until(lambda: store.names() == ["left"] and store.load("left").created != left.created)
+        until(lambda: store.load("left").node is not None)
+        assert not node_processes(left.node.temp_dir)
+        again = store.load("left").node
+        starter.terminate()
+        starter.communicate()
+    assert starter.returncode == 128 + signal.SIGTERM
+    assert again is not None
+    assert not node_processes(again.temp_dir)
+    assert not Path(again.temp_dir).exists()
+    assert store.names() == []

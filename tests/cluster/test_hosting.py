@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from cluster.hosting import Host, HostState, StartProgress
+from protocol.errors import ConfigError, KVFerryError
+
+
+class Scripted:
+    """A service whose coming up, failing and ending the test decides."""
+
+    def __init__(self, *, fails: BaseException | None = None, hangs: bool = False) -> None:
+        self.calls: list[str] = []
+        self._fails, self._hangs = fails, hangs
+        self.crash: asyncio.Future[None] | None = None
+
+    async def start(self, progress: StartProgress | None = None) -> None:
+        self.calls.append("start")
+        self.crash = asyncio.get_running_loop().create_future()
+        assert progress is not None
+        progress("loading", 0.5)
+        if self._hangs:
+            await asyncio.Event().wait()
+        if self._fails is not None:
+            raise self._fails
+
+    async def stop(self) -> None:
+        self.calls.append("stop")
+
+    async def wait(self) -> None:
+        assert self.crash is not None
+        await self.crash
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[Host]]:
+    made: list[Host] = []
+    yield made
+    for host in made:
+        host.stop(5.0)
+    assert not [thread for thread in threading.enumerate() if thread.name == "hosted"]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    done = threading.Event()
+    for _ in range(500):
+        if condition():
+            return
+        done.wait(0.01)
+    raise AssertionError("the condition never came true")
+
+
+def test_a_service_comes_up_and_stops_with_nobody_calling_its_methods(hosts: list[Host]) -> None:
+    service = Scripted()
+    host = Host("hosted", lambda: service)
+    hosts.append(host)
+    host.begin()
+    until(lambda: host.state is HostState.READY)
+    assert (host.stage, host.fraction, host.error) == ("ready", 1.0, "")
+    host.stop(5.0)
+    assert host.state is HostState.STOPPED
+    assert service.calls == ["start", "stop"]
+
+
+def test_a_service_that_does_not_come_up_says_why_and_can_still_be_stopped(hosts: list[Host]) -> None:
+    host = Host("hosted", lambda: Scripted(fails=ConfigError("num_blocks must be 2, got 1")))
+    hosts.append(host)
+    host.begin()
+    until(lambda: host.state is HostState.FAILED)
+    assert host.error == "config_error: num_blocks must be 2, got 1"
+    assert host.stage == "loading"
+    host.stop(5.0)
+    assert host.state is HostState.STOPPED
+
+
+def test_a_service_that_cannot_be_made_says_why(hosts: list[Host]) -> None:
+    def make() -> Scripted:
+        raise OSError("no such model")
+
+    host = Host("hosted", make)
+    hosts.append(host)
+    host.begin()
+    until(lambda: host.state is HostState.FAILED)
+    assert host.error == "OSError: no such model"
+
+
+def test_a_restarted_service_is_tried_until_it_comes_up(hosts: list[Host]) -> None:
+    services = [Scripted(fails=OSError("port is taken")), Scripted()]
+    tried = iter(services)
+    host = Host("hosted", lambda: next(tried), retry=True)
+    hosts.append(host)
+    host.begin()
+    until(lambda: host.state is HostState.READY)
+    assert host.error == ""
+    assert services[0].calls == ["start", "stop"]
+
+
+def test_stop_while_coming_up_cancels_the_start(hosts: list[Host]) -> None:
+    service = Scripted(hangs=True)
+    host = Host("hosted", lambda: service)
+    hosts.append(host)
+    host.begin()
+    until(lambda: host.stage == "loading")
+    host.stop(5.0)
+    assert host.state is HostState.STOPPED
+    assert service.calls == ["start", "stop"]
+
+
+def test_a_service_that_ends_by_itself_is_fatal_once(hosts: list[Host]) -> None:
+    service, fatal = Scripted(), list[BaseException]()
+    host = Host("hosted", lambda: service, on_fatal=fatal.append)
+    hosts.append(host)
+    host.begin()
+    until(lambda: host.state is HostState.READY)
+
+    async def crash() -> None:
+        def fail(running: Scripted) -> None:
+            assert running.crash is not None
+            running.crash.set_exception(RuntimeError("the step loop broke"))
+
+        await host.call(fail)
+
+    asyncio.run(crash())
+    until(lambda: bool(fatal))
+    assert host.state is HostState.FAILED
+    assert [str(error) for error in fatal] == ["the step loop broke"]
+
+
+def test_calls_run_on_the_services_own_loop_and_only_while_it_is_ready(hosts: list[Host]) -> None:
+    host = Host("hosted", Scripted)
+    hosts.append(host)
+    with pytest.raises(KVFerryError, match="starting"):
+        asyncio.run(host.call(lambda service: service))
+    host.begin()
+    until(lambda: host.state is HostState.READY)
+    assert asyncio.run(host.call(lambda _: threading.current_thread().name)) == "hosted"
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(host.call(lambda _: 1 // 0))
