@@ -73,16 +73,19 @@ class Imports:
         self._failed = failed
         self._freed = freed
         self._handed_over: dict[RequestKey, float] = {}
+        self._peers: dict[str, Peer] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def wait(self, sequence: Sequence) -> None:
         """A request waits for a reservation: keep its lease alive meanwhile."""
         request = sequence.request
+        self._meet(request.prefill.peer)
         self._carry_out(self.book.waiting(request.key, request.prefill, request.lease_ttl, time.monotonic()))
 
     def open(self, sequence: Sequence) -> None:
         """A sequence has its blocks: grant them."""
         request = sequence.request
+        self._meet(request.prefill.peer)
         blocks = tuple(sequence.block_table[sequence.cached_blocks :])
         self._carry_out(
             self.book.open(
@@ -151,6 +154,13 @@ class Imports:
                 case Failed(key, error):
                     self._handed_over.pop(key, None)
                     self._failed(key, error)
+
+    def _meet(self, peer: Peer) -> None:
+        # A worker that started again has lost whatever its former life was to send.
+        former = self._peers.get(peer.name)
+        self._peers[peer.name] = peer
+        if former is not None and former.incarnation < peer.incarnation:
+            self._carry_out(self.book.prefill_lost(former, time.monotonic()))
 
     def _landed(self, landed: Landed) -> None:
         self.kv_blocks += len(landed.blocks)

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import zmq.asyncio
@@ -23,6 +21,7 @@ from decode_worker.peers import PrefillPeers
 from decode_worker.scheduler import DecodeScheduler, Output, chunks_of
 from decode_worker.sequence import Sequence
 from engine.block_pool import BlockPool
+from engine.pool_watch import PoolWatch
 from kv_transfer.transport import TransportConfig, make_receiver
 from protocol.errors import (
     ContextLengthExceeded,
@@ -32,6 +31,7 @@ from protocol.errors import (
     Preempted,
 )
 from protocol.ids import Peer, RequestKey
+from protocol.loops import Loops
 from protocol.messages import (
     Cancel,
     ErrorInfo,
@@ -50,9 +50,6 @@ from protocol.worker_link import WorkerLink
 TICK = 0.1
 """Seconds between two looks at what has expired."""
 
-IDLE_BEFORE_CHECK = 1.0
-"""Seconds without work after which the pool is recounted, once."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -70,10 +67,8 @@ class DecodeWorker:
         self.me = Peer(config.name, time.time_ns())
         self.ready = False
         self.profile: WorkerProfile | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._loops = Loops()
         self._wake = asyncio.Event()
-        self._check_at = math.inf
-        self._stopped = asyncio.Event()
         self._decode_tokens = self._cached_tokens = self._preemptions = self._failures = 0
 
     async def start(self, progress: Callable[[str, float], None] | None = None) -> None:
@@ -85,22 +80,15 @@ class DecodeWorker:
         Raises:
             ModelError, ConfigError: the model cannot be loaded so.
         """
-        from engine.runner import ModelRunner
         from engine.stepper import Stepper
 
-        executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
-        loop = asyncio.get_running_loop()
-        try:
-            runner = await loop.run_in_executor(executor, ModelRunner.load, self.config.engine, progress)
-            await loop.run_in_executor(executor, runner.warm_up)
-        except BaseException:
-            executor.shutdown(wait=False)
-            raise
-        self._stepper = Stepper(runner, executor)
+        self._stepper = await Stepper.load(self.config.engine, progress)
+        runner = self._stepper.runner
         settings = runner.config
         self._max_model_len = runner.max_model_len
         self._vocab_size = runner.vocab_size
         self.pool = BlockPool(runner.num_blocks, settings.block_size, prefix_cache=settings.prefix_cache)
+        self._watch = PoolWatch(self.pool)
         self._scheduler = DecodeScheduler(
             self.pool, block_size=settings.block_size, max_sequences=settings.max_sequences
         )
@@ -145,34 +133,25 @@ class DecodeWorker:
             on_router_lost=self._router_lost,
         )
         self._link.start()
-        for work, name in ((self._steps(), "steps"), (self._ticks(), "ticks")):
-            self._tasks.append(asyncio.create_task(work, name=name))
+        self._loops.start("steps", self._steps())
+        self._loops.start("ticks", self._ticks())
         self.ready = True
 
     async def wait(self) -> None:
         """Return once stopped; raise what ended a loop of ours before that."""
-        stopped = asyncio.create_task(self._stopped.wait())
-        done, _ = await asyncio.wait([stopped, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
-        if stopped in done:
-            return
-        stopped.cancel()
-        for task in done:
-            await task
+        await self._loops.wait()
 
     async def stop(self) -> None:
         """Stop serving; every block, thread and socket is given back."""
         if not self.ready:
             return
         self.ready = False
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._loops.stop()
         await self._imports.close()
         await self._peers.close()
         await self._link.close()
         self._stepper.close()
         self._context.term()
-        self._stopped.set()
 
     def load(self) -> WorkerLoad:
         """What it is doing now."""
@@ -282,16 +261,7 @@ class DecodeWorker:
             await asyncio.sleep(TICK)
             self._imports.tick()
             self._peers.tick(self._scheduler.prefill_endpoints())
-            self._check_when_idle(busy=not self._scheduler.idle)
-
-    def _check_when_idle(self, *, busy: bool) -> None:
-        # Recounting a large pool takes a while: once in each idle spell, when it has lasted and nobody waits.
-        now = time.monotonic()
-        if busy:
-            self._check_at = now + IDLE_BEFORE_CHECK
-        elif now >= self._check_at:
-            self._check_at = math.inf
-            self.pool.check_integrity()
+            self._watch.look(busy=not self._scheduler.idle, now=time.monotonic())
 
     # --- steps ----------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """One thread that runs forward steps, awaited from the event loop.
 
-Life cycle: made around a loaded runner, :meth:`Stepper.execute` one call at a time, :meth:`Stepper.close` once. Block
-tables, pools and queues stay with the event loop's thread; only tensors are touched here.
+Life cycle: :meth:`Stepper.load`, :meth:`Stepper.execute` one call at a time, :meth:`Stepper.close` once. Block tables,
+pools and queues stay with the event loop's thread; only tensors are touched here.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from engine.batch import Chunk
+from engine.checkpoint import Progress
+from engine.config import EngineConfig
 from engine.runner import ModelRunner
 
 
@@ -29,6 +31,27 @@ class Stepper:
         self.step_seconds = 0.0
         self._executor = executor
         self._entered: float | None = None
+
+    @classmethod
+    async def load(cls, config: EngineConfig, progress: Progress | None = None) -> Stepper:
+        """Load and warm up a model, in the thread that will run its steps.
+
+        Args:
+            config: of the engine.
+            progress: called with a stage's name and the fraction done, from that thread.
+
+        Raises:
+            ModelError, ConfigError, EngineFailure: as :meth:`ModelRunner.load`.
+        """
+        loop = asyncio.get_running_loop()
+        executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+        try:
+            runner = await loop.run_in_executor(executor, ModelRunner.load, config, progress)
+            await loop.run_in_executor(executor, runner.warm_up)
+        except BaseException:
+            executor.shutdown(wait=False)
+            raise
+        return cls(runner, executor)
 
     @property
     def age(self) -> float:

@@ -82,10 +82,16 @@ class Exports:
         self._closed = closed
         self._transport = transport
         self._senders: dict[str, Sender] = {}
+        self._readers: dict[str, Peer] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def open(self, request: Prefill, reader: Peer) -> None:
         """Open the lease of a prompt that ``reader`` will take over."""
+        # A worker that started again reads nothing that its former life was to read.
+        former = self._readers.get(reader.name)
+        self._readers[reader.name] = reader
+        if former is not None and former.incarnation < reader.incarnation:
+            self._carry_out(self.book.reader_lost(former, time.monotonic()))
         self._carry_out(
             self.book.open(
                 request.key,

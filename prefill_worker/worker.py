@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import zmq.asyncio
 
 from engine.block_pool import BlockPool
+from engine.pool_watch import PoolWatch
 from kv_transfer.transport import TransportConfig
 from prefill_worker.config import PrefillConfig
 from prefill_worker.exports import Exports
 from prefill_worker.scheduler import PrefillScheduler, Progress, Prompt, chunks_of
 from protocol.errors import ContextLengthExceeded, InvalidRequest, KVFerryError, Overloaded, ProtocolError
 from protocol.ids import Peer, RequestKey
+from protocol.loops import Loops
 from protocol.messages import (
     Cancel,
     ErrorInfo,
@@ -42,9 +42,6 @@ from protocol.worker_link import WorkerLink
 TICK = 0.1
 """Seconds between two looks at what has expired."""
 
-IDLE_BEFORE_CHECK = 1.0
-"""Seconds without work after which the pool is recounted, once."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -62,10 +59,8 @@ class PrefillWorker:
         self.me = Peer(config.name, time.time_ns())
         self.ready = False
         self.profile: WorkerProfile | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._loops = Loops()
         self._wake = asyncio.Event()
-        self._check_at = math.inf
-        self._stopped = asyncio.Event()
         self._prefill_tokens = self._cached_tokens = self._failures = 0
 
     async def start(self, progress: Callable[[str, float], None] | None = None) -> None:
@@ -77,22 +72,15 @@ class PrefillWorker:
         Raises:
             ModelError, ConfigError: the model cannot be loaded so.
         """
-        from engine.runner import ModelRunner
         from engine.stepper import Stepper
 
-        executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
-        loop = asyncio.get_running_loop()
-        try:
-            runner = await loop.run_in_executor(executor, ModelRunner.load, self.config.engine, progress)
-            await loop.run_in_executor(executor, runner.warm_up)
-        except BaseException:
-            executor.shutdown(wait=False)
-            raise
-        self._stepper = Stepper(runner, executor)
+        self._stepper = await Stepper.load(self.config.engine, progress)
+        runner = self._stepper.runner
         settings = runner.config
         self._max_model_len = runner.max_model_len
         self._vocab_size = runner.vocab_size
         self.pool = BlockPool(runner.num_blocks, settings.block_size, prefix_cache=settings.prefix_cache)
+        self._watch = PoolWatch(self.pool)
         self._scheduler = PrefillScheduler(
             self.pool,
             block_size=settings.block_size,
@@ -131,34 +119,26 @@ class PrefillWorker:
             on_router_lost=self._router_lost,
         )
         self._link.start()
-        for work, name in ((self._steps(), "steps"), (self._readers(), "readers"), (self._ticks(), "ticks")):
-            self._tasks.append(asyncio.create_task(work, name=name))
+        self._loops.start("steps", self._steps())
+        self._loops.start("readers", self._readers())
+        self._loops.start("ticks", self._ticks())
         self.ready = True
 
     async def wait(self) -> None:
         """Return once stopped; raise what ended a loop of ours before that."""
-        stopped = asyncio.create_task(self._stopped.wait())
-        done, _ = await asyncio.wait([stopped, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
-        if stopped in done:
-            return
-        stopped.cancel()
-        for task in done:
-            await task
+        await self._loops.wait()
 
     async def stop(self) -> None:
         """Stop serving; every block, thread and socket is given back."""
         if not self.ready:
             return
         self.ready = False
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._loops.stop()
         await self._exports.close()
         await self._link.close()
         self._hub.close()
         self._stepper.close()
         self._context.term()
-        self._stopped.set()
 
     def load(self) -> WorkerLoad:
         """What it is doing now."""
@@ -259,16 +239,7 @@ class PrefillWorker:
         while True:
             await asyncio.sleep(TICK)
             self._exports.tick()
-            self._check_when_idle(busy=bool(self._scheduler.running or self._scheduler.waiting))
-
-    def _check_when_idle(self, *, busy: bool) -> None:
-        # Recounting a large pool takes a while: once in each idle spell, when it has lasted and nobody waits.
-        now = time.monotonic()
-        if busy:
-            self._check_at = now + IDLE_BEFORE_CHECK
-        elif now >= self._check_at:
-            self._check_at = math.inf
-            self.pool.check_integrity()
+            self._watch.look(busy=bool(self._scheduler.running or self._scheduler.waiting), now=time.monotonic())
 
     # --- steps ----------------------------------------------------------------------------------------------------
 

@@ -264,3 +264,26 @@ async def until_bound(service: Service) -> None:
             await asyncio.sleep(0.01)
         else:
             return
+
+
+async def test_a_decode_worker_that_starts_again_frees_what_its_former_life_was_to_read(
+    tiny_llama_dir: Path, tiny_oracle: Oracle
+) -> None:
+    first, second = prompt_of(tiny_oracle, 22), prompt_of(tiny_oracle, 13, 1)
+    truths = [tiny_oracle.greedy(prompt, 12) for prompt in (first, second)]
+    # A long lease and a patient router: only the new incarnation can tell prefill that the old one is gone.
+    async with rack(tiny_llama_dir, router={"worker_timeout": 60.0, "lease_ttl": 60.0}) as running:
+        (old,) = running.decode
+        gate = Gate(running.prefill[0])
+        one = asyncio.create_task(running.ask(first))
+        await until(lambda: old.load().open_imports == 1 and gate.held == 1, "a grant")
+        running.decode.clear()
+        await old.stop()
+        again = DecodeWorker(old.config)
+        running.decode.append(again)
+        await again.start()
+        gate.open()
+        two = await running.ask(second)
+        assert two.token_ids == truths[1]
+        assert (await one).token_ids == truths[0]
+        await running.settle(5.0)
