@@ -7,15 +7,18 @@ has another endpoint, so its former connection just falls idle.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 
 import zmq.asyncio
 
-from protocol.errors import ProtocolError
+from protocol.errors import ConfigError, ProtocolError
 from protocol.ids import Peer
 from protocol.messages import Message, PrefillAddress
 from protocol.sockets import Spoke
+
+logger = logging.getLogger(__name__)
 
 SPOKE_IDLE = 60.0
 """Seconds after which an unused connection to a prefill worker is closed."""
@@ -47,9 +50,13 @@ class PrefillPeers:
         self._used: dict[str, float] = {}
 
     def send(self, address: PrefillAddress, message: Message) -> bool:
-        """Queue ``message`` for the worker at ``address``."""
+        """Queue ``message`` for the worker at ``address``; False when it cannot be, and the import will expire."""
         if address.endpoint not in self._spokes:
-            spoke = Spoke(self._context, self._me, address.endpoint)
+            try:
+                spoke = Spoke(self._context, self._me, address.endpoint)
+            except ConfigError as error:
+                logger.warning("cannot reach prefill worker %s: %s", address.peer, error)
+                return False
             self._spokes[address.endpoint] = (spoke, asyncio.create_task(self._listen(spoke)))
         self._used[address.endpoint] = time.monotonic()
         return self._spokes[address.endpoint][0].send(message)

@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 
 import msgspec
 import zmq.asyncio
@@ -78,11 +79,18 @@ class DecodeWorker:
             progress: called with a stage's name and the fraction done, from the loading thread.
 
         Raises:
-            ModelError, ConfigError: the model cannot be loaded so.
+            ModelError, ConfigError: the model cannot be loaded so. After any error nothing is left of the attempt.
         """
+        async with AsyncExitStack() as resources:
+            await self._acquire(resources, progress)
+            self._resources = resources.pop_all()
+        self.ready = True
+
+    async def _acquire(self, resources: AsyncExitStack, progress: Callable[[str, float], None] | None) -> None:
         from engine.stepper import Stepper
 
         self._stepper = await Stepper.load(self.config.engine, progress)
+        resources.callback(self._stepper.close)
         runner = self._stepper.runner
         settings = runner.config
         self._max_model_len = runner.max_model_len
@@ -92,18 +100,21 @@ class DecodeWorker:
         self._scheduler = DecodeScheduler(
             self.pool, block_size=settings.block_size, max_sequences=settings.max_sequences
         )
-        self._context = zmq.asyncio.Context()
+        context = zmq.asyncio.Context()
+        resources.callback(context.term)
         receiver = make_receiver(
             f"{self.config.transport}://{self.config.bind_host}:0",
             runner.cache.memory(),
             TransportConfig(timeout=self.config.transfer_timeout),
         )
+        resources.push_async_callback(receiver.close)
         self._peers = PrefillPeers(
-            self._context,
+            context,
             self.me,
             receive=self._from_prefill,
             refused=lambda error: logger.warning("refused a frame from a prefill worker: %s", error),
         )
+        resources.push_async_callback(self._peers.close)
         self._imports = Imports(
             self.pool,
             runner.layout,
@@ -113,6 +124,7 @@ class DecodeWorker:
             failed=self._import_failed,
             freed=self._wake.set,
         )
+        resources.push_async_callback(self._imports.close)
         self.profile = WorkerProfile(
             role="decode",
             model=self.config.model_name,
@@ -125,17 +137,18 @@ class DecodeWorker:
             pid=os.getpid(),
         )
         self._link = WorkerLink(
-            self._context,
+            context,
             self.me,
             self.config.routers,
             heartbeat=self._heartbeat,
             on_message=self._from_router,
             on_router_lost=self._router_lost,
         )
+        resources.push_async_callback(self._link.close)
         self._link.start()
+        resources.push_async_callback(self._loops.stop)
         self._loops.start("steps", self._steps())
         self._loops.start("ticks", self._ticks())
-        self.ready = True
 
     async def wait(self) -> None:
         """Return once stopped; raise what ended a loop of ours before that."""
@@ -146,12 +159,7 @@ class DecodeWorker:
         if not self.ready:
             return
         self.ready = False
-        await self._loops.stop()
-        await self._imports.close()
-        await self._peers.close()
-        await self._link.close()
-        self._stepper.close()
-        self._context.term()
+        await self._resources.aclose()
 
     def load(self) -> WorkerLoad:
         """What it is doing now."""

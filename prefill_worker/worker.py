@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 
 import zmq.asyncio
 
@@ -61,6 +62,7 @@ class PrefillWorker:
         self.profile: WorkerProfile | None = None
         self._loops = Loops()
         self._wake = asyncio.Event()
+        self._routers: dict[RequestKey, Peer] = {}
         self._prefill_tokens = self._cached_tokens = self._failures = 0
 
     async def start(self, progress: Callable[[str, float], None] | None = None) -> None:
@@ -70,11 +72,18 @@ class PrefillWorker:
             progress: called with a stage's name and the fraction done, from the loading thread.
 
         Raises:
-            ModelError, ConfigError: the model cannot be loaded so.
+            ModelError, ConfigError: the model cannot be loaded so. After any error nothing is left of the attempt.
         """
+        async with AsyncExitStack() as resources:
+            await self._acquire(resources, progress)
+            self._resources = resources.pop_all()
+        self.ready = True
+
+    async def _acquire(self, resources: AsyncExitStack, progress: Callable[[str, float], None] | None) -> None:
         from engine.stepper import Stepper
 
         self._stepper = await Stepper.load(self.config.engine, progress)
+        resources.callback(self._stepper.close)
         runner = self._stepper.runner
         settings = runner.config
         self._max_model_len = runner.max_model_len
@@ -87,8 +96,10 @@ class PrefillWorker:
             max_batch_tokens=settings.max_batch_tokens,
             max_sequences=settings.max_sequences,
         )
-        self._context = zmq.asyncio.Context()
-        self._hub = Hub(self._context, self.me, f"tcp://{self.config.bind_host}:0")
+        context = zmq.asyncio.Context()
+        resources.callback(context.term)
+        self._hub = Hub(context, self.me, f"tcp://{self.config.bind_host}:0")
+        resources.callback(self._hub.close)
         self._exports = Exports(
             self.pool,
             runner.layout,
@@ -98,7 +109,7 @@ class PrefillWorker:
             closed=self._lease_closed,
             transport=TransportConfig(streams=self.config.streams, timeout=self.config.transfer_timeout),
         )
-        self._routers: dict[RequestKey, Peer] = {}
+        resources.push_async_callback(self._exports.close)
         self.profile = WorkerProfile(
             role="prefill",
             model=self.config.model_name,
@@ -111,18 +122,19 @@ class PrefillWorker:
             pid=os.getpid(),
         )
         self._link = WorkerLink(
-            self._context,
+            context,
             self.me,
             self.config.routers,
             heartbeat=self._heartbeat,
             on_message=self._from_router,
             on_router_lost=self._router_lost,
         )
+        resources.push_async_callback(self._link.close)
         self._link.start()
+        resources.push_async_callback(self._loops.stop)
         self._loops.start("steps", self._steps())
         self._loops.start("readers", self._readers())
         self._loops.start("ticks", self._ticks())
-        self.ready = True
 
     async def wait(self) -> None:
         """Return once stopped; raise what ended a loop of ours before that."""
@@ -133,12 +145,7 @@ class PrefillWorker:
         if not self.ready:
             return
         self.ready = False
-        await self._loops.stop()
-        await self._exports.close()
-        await self._link.close()
-        self._hub.close()
-        self._stepper.close()
-        self._context.term()
+        await self._resources.aclose()
 
     def load(self) -> WorkerLoad:
         """What it is doing now."""

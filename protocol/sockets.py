@@ -14,6 +14,7 @@ import zmq
 import zmq.asyncio
 
 from protocol.codec import MAX_FRAME_BYTES, decode, encode
+from protocol.errors import ConfigError, StartFailed
 from protocol.ids import Peer
 from protocol.messages import Envelope, Message
 
@@ -44,6 +45,9 @@ class Hub:
     """A bound ROUTER socket: many peers, each known by the identity it connected with.
 
     Life cycle: made bound, :meth:`receive` in a loop, :meth:`send` at will, :meth:`close` once.
+
+    Raises:
+        StartFailed: the address cannot be bound; names it.
     """
 
     def __init__(self, context: zmq.asyncio.Context, me: Peer, bind: str) -> None:
@@ -53,7 +57,11 @@ class Hub:
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # A peer that reconnects under its old identity takes it over from the dead connection.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._socket.bind(bind)
+        try:
+            self._socket.bind(bind)
+        except zmq.ZMQError as error:
+            self._socket.close(linger=0)
+            raise StartFailed(f"{me.name} cannot bind {bind}: {error}") from error
 
     @property
     def endpoint(self) -> str:
@@ -86,6 +94,9 @@ class Spoke:
     """A connected DEALER socket: one peer, whoever answers at that address.
 
     Life cycle: as :class:`Hub`, connected in place of bound.
+
+    Raises:
+        ConfigError: ``endpoint`` is no address; names it.
     """
 
     def __init__(self, context: zmq.asyncio.Context, me: Peer, endpoint: str) -> None:
@@ -94,7 +105,11 @@ class Spoke:
         self._socket: zmq.asyncio.Socket = context.socket(zmq.DEALER)
         _options(self._socket)
         self._socket.setsockopt(zmq.IDENTITY, str(me).encode())
-        self._socket.connect(endpoint)
+        try:
+            self._socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self._socket.close(linger=0)
+            raise ConfigError(f"endpoint must be an address, got {endpoint!r}: {error}", field="endpoint") from error
 
     async def receive(self) -> Envelope:
         """The next envelope.

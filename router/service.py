@@ -14,7 +14,6 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
-import zmq
 import zmq.asyncio
 
 from protocol.errors import NoWorkerAvailable, ProtocolError, StartFailed
@@ -85,9 +84,9 @@ class Service:
         context = zmq.asyncio.Context()
         try:
             hub = Hub(context, Peer(self._config.name, time.time_ns()), self._config.hub)
-        except zmq.ZMQError as error:
+        except StartFailed:
             context.destroy(linger=0)
-            raise StartFailed(f"router {self._config.name} cannot bind {self._config.hub}: {error}") from error
+            raise
         self._context, self._hub, self._serving = context, hub, True
         self._tasks = [
             asyncio.create_task(self._receive(hub), name="router-receive"),

@@ -10,7 +10,7 @@ import zmq
 import zmq.asyncio
 
 from protocol.codec import MAX_FRAME_BYTES
-from protocol.errors import MalformedFrame, ProtocolError, VersionMismatch
+from protocol.errors import ConfigError, MalformedFrame, ProtocolError, StartFailed, VersionMismatch
 from protocol.ids import Peer, RequestKey
 from protocol.messages import Cancel, Prefill, Settle
 from protocol.sampling import SamplingParams
@@ -169,3 +169,16 @@ async def test_a_peer_that_never_reads_does_not_block_the_sender(context: zmq.as
     assert accepted == 20_000
     assert time.monotonic() - begun < 30
     spoke.close()
+
+
+async def test_an_address_that_is_taken_or_none_is_named_and_leaves_nothing_open() -> None:
+    context = zmq.asyncio.Context()
+    hub = Hub(context, Peer("r", 1), "tcp://127.0.0.1:0")
+    with pytest.raises(StartFailed, match=hub.endpoint):
+        Hub(context, Peer("s", 1), hub.endpoint)
+    with pytest.raises(ConfigError, match="nowhere") as caught:
+        Spoke(context, Peer("w", 1), "nowhere")
+    assert caught.value.field == "endpoint"
+    hub.close()
+    # It would wait for ever for a socket that was left open.
+    await asyncio.wait_for(asyncio.to_thread(context.term), 5.0)
