@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -43,13 +44,17 @@ def up(config: ClusterConfig, progress: Progress = silent, *, store: StateStore 
     """
     store = StateStore() if store is None else store
     check_ownership()
+    # What is wrong with the file is said first, also while another cluster has the name.
+    check_orders(_orders(config), Path(config.model))
+    model = resolve_model(config.model, lambda stage, done, total: progress(_model_step(stage, done, total)))
     _clear_remains(config.name, store)
     state = store.reserve(config.name)
     try:
-        return _BringUp(config, progress, store, state).run()
+        return _BringUp(config, progress, store, state, model).run()
     except BaseException:
         with uninterrupted():
-            down(config.name, store=store)
+            progress(Step(actor="cluster", stage="giving up, bringing down what has started"))
+            down(config.name, progress, store=store)
         raise
 
 
@@ -79,19 +84,18 @@ def down(name: str, progress: Progress = silent, *, store: StateStore | None = N
 class _BringUp:
     """One cluster on its way up; keeps its record current."""
 
-    def __init__(self, config: ClusterConfig, progress: Progress, store: StateStore, state: ClusterState) -> None:
+    def __init__(
+        self, config: ClusterConfig, progress: Progress, store: StateStore, state: ClusterState, model: Path
+    ) -> None:
         self._config, self._progress, self._store, self._state = config, progress, store, state
+        self._model = model
         self._deadline = time.monotonic() + config.ray.start_timeout
         self._pids: dict[str, int] = {}
 
     def run(self) -> ClusterState:
         config = self._config
-        model = resolve_model(config.model, self._model_progress)
-        # The time limit is for the processes; a first download may take what it takes.
-        self._deadline = time.monotonic() + config.ray.start_timeout
-        ports = _free_ports(config)
-        router = router_order(config, *ports)
-        check_orders([router, *worker_orders(config, (f"tcp://127.0.0.1:{router.hub_port}",))], model)
+        router = router_order(config, *_free_ports(config, self._store))
+        check_orders([router], self._model)
         node = self._node()
         with connect(node, config.name) as ray:
             here = "127.0.0.1" if node.owned else ray.util.get_node_ip_address()
@@ -164,7 +168,7 @@ class _BringUp:
     def _await_router(self) -> None:
         import httpx
 
-        self._progress(Step(actor=ROUTER_NAME, stage="waiting for workers", fraction=0.5))
+        self._progress(Step(actor=ROUTER_NAME, stage="waiting for workers"))
         answer = "no answer"
         with httpx.Client(trust_env=False, timeout=2.0) as client:
             while time.monotonic() < self._deadline:
@@ -183,11 +187,17 @@ class _BringUp:
         self._state = msgspec.structs.replace(self._state, **changes)
         self._store.save(self._state)
 
-    def _model_progress(self, stage: str, done: int, total: int) -> None:
-        self._progress(Step(actor="model", stage=stage, fraction=done / total if total else 0.0))
-
     def _left(self) -> float:
         return max(1.0, self._deadline - time.monotonic())
+
+
+def _orders(config: ClusterConfig) -> list[ActorOrder]:
+    """Every order, with ports that stand for those it will have."""
+    return [router_order(config, 1, 2), *worker_orders(config, ("tcp://127.0.0.1:2",))]
+
+
+def _model_step(stage: str, done: int, total: int) -> Step:
+    return Step(actor="model", stage=stage, fraction=done / total if total else 0.0)
 
 
 def _clear_remains(name: str, store: StateStore) -> None:
@@ -228,9 +238,14 @@ def _find(ray: Any, name: str) -> Any:
         return None
 
 
-def _free_ports(config: ClusterConfig) -> tuple[int, int]:
+def _free_ports(config: ClusterConfig, store: StateStore) -> tuple[int, int]:
     """HTTP port and hub port; fixed from now on, so that a restarted router is found again."""
-    http = _bindable(config.router.host, config.router.port, "router.port")
+    try:
+        http = _bindable(config.router.host, config.router.port, "router.port")
+    except StartFailed as error:
+        holders = [name for name in store.names() if store.load(name).url.endswith(f":{config.router.port}")]
+        held = f", by cluster {holders[0]!r}" if holders else ""
+        raise StartFailed(f"{error.message}{held}; router: {{port: 0}} takes a free one", field=error.field) from error
     hub = config.router.hub_port
     while True:
         chosen = _bindable("127.0.0.1" if config.ray.address is None else "", hub, "router.hub_port")

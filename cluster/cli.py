@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from cluster.model_command import model_app
-from protocol.errors import InvariantViolation, KVFerryError
+from protocol.errors import ClusterError, InvariantViolation, KVFerryError
 
 app = typer.Typer(
     name="kvferry",
@@ -28,14 +28,32 @@ PIPE_WIDTH = 200
 Name = Annotated[
     str | None, typer.Argument(metavar="[NAME]", help="Of the cluster; may be left out if only one is up.")
 ]
-Url = Annotated[str | None, typer.Option("--url", help="Of the router; default: the cluster that is up.")]
-MaxTokens = Annotated[int | None, typer.Option("--max-tokens", min=1, help="Output tokens at most.")]
-Temperature = Annotated[float | None, typer.Option("--temperature", min=0.0, max=2.0, help="0 is greedy.")]
+Url = Annotated[
+    str | None, typer.Option("--url", help="Of the router, with or without /v1; default: the one cluster that is up.")
+]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Output tokens at most.", show_default=True)]
+Temperature = Annotated[
+    float,
+    typer.Option("--temperature", min=0.0, max=2.0, help="0 always takes the likeliest token.", show_default=True),
+]
 Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Same seed, same text.")]
+DEFAULT_MAX_TOKENS = 256
+"""An answer on a terminal; without a bound a small model may go on to the end of its context."""
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        version_command()
+        raise typer.Exit
 
 
 @app.callback()
-def options(debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False) -> None:
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
     """Options of every command; ``main`` reads ``--debug`` when an error comes."""
 
 
@@ -68,9 +86,13 @@ def status_command(
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
         return
-    typer.echo(f"cluster {report.name!r}: {report.state}, {report.model} at {report.url}, KV by {report.transport}")
-    # Whoever reads it through a pipe wants whole words.
-    Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(status_table(report))
+    serving = f", {report.model} at {report.url}/v1, KV by {report.transport}" if report.url else ""
+    typer.echo(f"cluster {report.name!r}: {report.state}{serving}")
+    if report.actors:
+        # Whoever reads it through a pipe wants whole words.
+        Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(status_table(report))
+    if report.hint:
+        raise ClusterError(report.hint)
 
 
 @app.command("down")
@@ -88,10 +110,10 @@ def down_command(name: Name = None) -> None:
 
 @app.command("complete")
 def complete_command(
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to go on from.")],
     url: Url = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
+    max_tokens: MaxTokens = DEFAULT_MAX_TOKENS,
+    temperature: Temperature = 0.0,
     seed: Seed = None,
 ) -> None:
     """Continue a prompt, printing the text as it comes."""
@@ -107,8 +129,8 @@ def chat_command(
     message: Annotated[str | None, typer.Argument(metavar="[MESSAGE]", help="Left out: a chat line by line.")] = None,
     url: Url = None,
     system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
+    max_tokens: MaxTokens = DEFAULT_MAX_TOKENS,
+    temperature: Temperature = 0.0,
     seed: Seed = None,
 ) -> None:
     """Chat with the model, printing each answer as it comes."""
@@ -126,11 +148,12 @@ def chat_command(
 @app.command("demo")
 def demo_command(
     oneshot: Annotated[bool, typer.Option("--oneshot", help="End after the first answer.")] = False,
+    port: Annotated[int | None, typer.Option("--port", min=0, max=65535, help="Default: 8000, or a free one.")] = None,
 ) -> None:
     """Bring a whole cluster up on this machine, ask it a question, and show where the time went."""
     from cluster.demo import run_demo
 
-    run_demo(Console(), oneshot=oneshot)
+    run_demo(Console(), oneshot=oneshot, port=port)
 
 
 @app.command("version")

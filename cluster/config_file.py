@@ -18,6 +18,17 @@ S = TypeVar("S", bound=msgspec.Struct)
 MAX_FILE_BYTES = 1 << 20
 
 
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML's safe loader, which takes the last of two equal keys without a word, made to refuse them."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def load_config(path: str | Path) -> ClusterConfig:
     """The cluster that a YAML file describes; a relative model path is taken from the file's folder.
 
@@ -46,7 +57,7 @@ def parse_config(text: str, *, source: str = "configuration") -> ClusterConfig:
         ConfigError: as :func:`load_config`.
     """
     try:
-        raw = yaml.safe_load(text)
+        raw = _UniqueKeyLoader(text).get_single_data()
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{source} is not valid YAML: {error}") from error
     if not isinstance(raw, Mapping):

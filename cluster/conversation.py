@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 from rich.console import Console
 
 from cluster.state import StateStore
-from protocol.errors import ClusterNotFound, KVFerryError
+from protocol.errors import ClusterNotFound, InvalidRequest, KVFerryError
 from router.client import Client, Timings, Usage
-
-DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,12 +39,19 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def default_url(store: StateStore | None = None) -> str:
-    """Address of the one cluster that is up on this machine, or :data:`DEFAULT_URL`."""
+    """Address of the one cluster that is up on this machine.
+
+    Raises:
+        ClusterNotFound: there is none, or several; says what to do.
+    """
     store = StateStore() if store is None else store
-    try:
-        return store.load(store.only()).url or DEFAULT_URL
-    except ClusterNotFound:
-        return DEFAULT_URL
+    names = store.names()
+    if len(names) == 1 and (url := store.load(names[0]).url):
+        return url
+    if names:
+        urls = ", ".join(f"{name}: {store.load(name).url or 'starting'}" for name in names)
+        raise ClusterNotFound(f"say which cluster with --url ({urls})")
+    raise ClusterNotFound("no cluster is up here; bring one up with: kvferry up FILE, or say where with --url")
 
 
 def show_stream(client: Client, prompt: Any, **params: Any) -> Answer:
@@ -77,17 +84,26 @@ def show_stream(client: Client, prompt: Any, **params: Any) -> Answer:
 def converse(client: Client, console: Console, *, system: str | None, params: dict[str, Any]) -> None:
     """Chat until the input ends."""
     messages = [] if system is None else [{"role": "system", "content": system}]
-    console.print("An empty line or Ctrl-D ends the chat.", style="dim")
+    interactive = sys.stdin.isatty()
+    if interactive:
+        with suppress(ImportError):
+            importlib.import_module("readline")  # line editing and history for input()
+        console.print("An empty line or Ctrl-D ends the chat; Ctrl-C stops an answer.", style="dim")
     while True:
         try:
-            line = console.input("> ").strip()
-        except EOFError:
+            line = input("> " if interactive else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            console.print()
             return
         if not line:
             return
         messages.append({"role": "user", "content": line})
         try:
             answer = show_stream(client, messages, **params)
+        except KeyboardInterrupt:
+            console.print("\n(stopped)", style="dim")
+            messages.pop()
+            continue
         except KVFerryError as error:
             console.print(f"{error.code}: {error.message}", markup=False)
             messages.pop()
@@ -101,6 +117,12 @@ def given(**params: Any) -> dict[str, Any]:
 
 
 def chat_messages(message: str, system: str | None) -> list[dict[str, str]]:
-    """The messages of a chat of one turn."""
+    """The messages of a chat of one turn.
+
+    Raises:
+        InvalidRequest: the message is empty.
+    """
+    if not message.strip():
+        raise InvalidRequest("the message is empty", field="message")
     opening = [] if system is None else [{"role": "system", "content": system}]
     return [*opening, {"role": "user", "content": message}]

@@ -6,8 +6,8 @@ Life cycle: up, ask, stay until Ctrl-C or SIGTERM (with ``oneshot`` end at once)
 from __future__ import annotations
 
 import json
-import signal
 import socket
+import threading
 from contextlib import suppress
 
 import msgspec
@@ -18,12 +18,15 @@ from cluster.config import ClusterConfig, EngineSection
 from cluster.conversation import show_stream
 from cluster.display import StepPrinter, timing_table, transfer_line
 from cluster.signals import exit_on_terminate, uninterrupted
-from cluster.state import ClusterState
+from cluster.state import ClusterState, StateStore
+from protocol.errors import ClusterNotFound
 from router.client import Client
 
 DEFAULT_MODEL = "smollm2-135m"
 QUESTION = "In two sentences: why do ferries have two ends that look the same?"
 MAX_TOKENS = 64
+LOOK_SECONDS = 0.5
+"""Between two looks at whether the cluster is still there."""
 
 
 def laptop_config(name: str = "laptop") -> ClusterConfig:
@@ -35,13 +38,23 @@ def laptop_config(name: str = "laptop") -> ClusterConfig:
     )
 
 
-def run_demo(console: Console, *, oneshot: bool, config: ClusterConfig | None = None, question: str = QUESTION) -> None:
+def run_demo(
+    console: Console,
+    *,
+    oneshot: bool,
+    port: int | None = None,
+    config: ClusterConfig | None = None,
+    question: str = QUESTION,
+) -> None:
     """Bring a cluster up, ask it ``question``, show the answer, and bring it down.
+
+    ``port`` is the router's; None takes the configuration's, or a free one where that is taken.
 
     Raises:
         KVFerryError: it did not come up, or did not answer; nothing is left running.
     """
-    config = _with_free_port(laptop_config("demo") if config is None else config)
+    config = laptop_config("demo") if config is None else config
+    config = _with_free_port(config) if port is None else _with_port(config, port)
     workers = f"{config.prefill.replicas} prefill, {config.decode.replicas} decode"
     console.print(f"kvferry demo: {config.model} on this machine, 1 router, {workers}", highlight=False)
     printer = StepPrinter(console)
@@ -52,7 +65,8 @@ def run_demo(console: Console, *, oneshot: bool, config: ClusterConfig | None = 
             if not oneshot:
                 _stay(console, state)
         finally:
-            with uninterrupted():
+            # Somebody may have brought it down already, with a command of his own.
+            with uninterrupted(), suppress(ClusterNotFound):
                 down(state.name, printer)
 
 
@@ -75,8 +89,10 @@ def _stay(console: Console, state: ClusterState) -> None:
     with suppress(KeyboardInterrupt):
         console.print(f"\nServing {state.model} at {state.url}/v1 until Ctrl-C. Try:\n", markup=False, highlight=False)
         console.print(command, markup=False, highlight=False, soft_wrap=True)
-        while True:
-            signal.pause()
+        store, pause = StateStore(), threading.Event()
+        while state.name in store.names():
+            pause.wait(LOOK_SECONDS)
+        console.print(f"cluster {state.name!r} was brought down from elsewhere", highlight=False)
 
 
 def _with_free_port(config: ClusterConfig) -> ClusterConfig:
@@ -86,5 +102,9 @@ def _with_free_port(config: ClusterConfig) -> ClusterConfig:
         try:
             probe.bind((config.router.host, config.router.port))
         except OSError:
-            return msgspec.structs.replace(config, router=msgspec.structs.replace(config.router, port=0))
+            return _with_port(config, 0)
     return config
+
+
+def _with_port(config: ClusterConfig, port: int) -> ClusterConfig:
+    return msgspec.structs.replace(config, router=msgspec.structs.replace(config.router, port=port))

@@ -39,12 +39,12 @@ class StepPrinter:
 
 
 def status_table(report: ClusterReport) -> Table:
-    """The processes of a cluster, one a row; "free" and "cached" count KV blocks."""
+    """The processes of a cluster, one a row; "available" counts KV blocks, and the "cached" are among them."""
     hosts = {actor.status.host for actor in report.actors if actor.status.host}
     table = Table(box=None, pad_edge=False)
     for heading in ("name", *(("host",) if len(hosts) > 1 else ()), "role", "pid", "state"):
         table.add_column(heading)
-    for heading in ("free", "cached", "running", "wait", "KV moved"):
+    for heading in ("available", "cached", "running", "waiting", "KV moved"):
         table.add_column(heading, justify="right", no_wrap=True)
     for actor in report.actors:
         status = actor.status
@@ -64,8 +64,8 @@ def timing_table(timings: Timings, *, per_token: float | None) -> Table:
     rows = (
         ("queue", timings.queue_s),
         ("prefill", timings.prefill_s),
-        ("handoff (KV to decode)", timings.handoff_s),
         ("first token (TTFT)", timings.ttft_s),
+        ("handoff (KV to decode), meanwhile", timings.handoff_s),
         ("per token (TPOT)", per_token),
     )
     for name, seconds in rows:
@@ -99,7 +99,8 @@ def _state(actor: ActorReport) -> str:
     if load is not None and load.pool.leaked:
         return f"{status.state}, {load.pool.leaked} blocks LEAKED"
     if status.state == "ready":
-        return "draining" if load is not None and load.draining else "ready"
+        word = "draining" if load is not None and load.draining else "ready"
+        return f"{word} (restarted)" if status.restarted else word
     if status.error:
         return f"{status.state}: {status.error.splitlines()[-1][:80]}"
     return f"{status.state} ({status.stage} {status.fraction:.0%})" if status.stage else status.state
@@ -109,5 +110,5 @@ def _load(load: WorkerLoad | None) -> tuple[str, ...]:
     if load is None:
         return ("-",) * 5
     pool = load.pool
-    free = f"{pool.free + pool.cached}/{pool.total - pool.reserved}"
-    return free, str(pool.cached), str(load.running), str(load.waiting), binary(load.kv_bytes)
+    available = f"{pool.free + pool.cached}/{pool.total - pool.reserved}"
+    return available, str(pool.cached), str(load.running), str(load.waiting), binary(load.kv_bytes)

@@ -15,7 +15,9 @@ from rich.table import Table
 from cluster.model_source import Progress
 from cluster.model_store import KNOWN_MODELS, get_model, model_directory, model_is_ready, verify_model
 
-model_app = typer.Typer(name="model", help="Fetch, list, find and check models.", no_args_is_help=True)
+model_app = typer.Typer(
+    name="model", help="Get, list, path and verify: the models that have a name.", no_args_is_help=True
+)
 
 STAGES = {
     "wait": "waiting for another process that fetches the model",

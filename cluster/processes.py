@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from pathlib import Path
 
 import psutil
@@ -18,6 +19,7 @@ from cluster.state import ProcessMark
 NODE_VARIABLE = "KVFERRY_NODE_DIR"
 """Set, to the node's folder, in the environment of everything that a node starts."""
 KILL_PATIENCE_SECONDS = 10.0
+POLL_SECONDS = 0.05
 
 
 def node_processes(folder: str) -> list[psutil.Process]:
@@ -43,12 +45,12 @@ def end_node_processes(folder: str, daemon: ProcessMark | None, *, grace: float)
     if daemon is not None and daemon.alive():
         _signal(psutil.Process(daemon.pid), signal.SIGTERM)
     # Without a daemon Ray's processes end by themselves, most of them at once.
-    psutil.wait_procs(known, timeout=grace if daemon is not None and daemon.alive() else 2.0)
+    _await_end(known, grace if daemon is not None and daemon.alive() else 2.0)
     # Look again: a process may have started another one meanwhile.
     left = {process.pid: process for process in (*known, *node_processes(folder)) if _live(process)}
     for process in left.values():
         _signal(process, signal.SIGKILL)
-    psutil.wait_procs(list(left.values()), timeout=KILL_PATIENCE_SECONDS)
+    _await_end(list(left.values()), KILL_PATIENCE_SECONDS)
     return [process.pid for process in left.values() if _live(process)]
 
 
@@ -63,6 +65,14 @@ def _belongs(process: psutil.Process, folder: str) -> bool:
         except OSError:
             continue
     return False
+
+
+def _await_end(processes: list[psutil.Process], seconds: float) -> None:
+    # Not psutil.wait_procs: that waits for a dead process until its parent, maybe a demo elsewhere, has asked after it.
+    deadline = time.monotonic() + seconds
+    while any(_live(process) for process in processes) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    psutil.wait_procs(processes, timeout=0)  # our own children are asked after
 
 
 def _live(process: psutil.Process) -> bool:

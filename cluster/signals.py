@@ -8,36 +8,39 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-TERMINATED_STATUS = 128 + signal.SIGTERM
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Handler = Callable[[int, FrameType | None], object] | int | None
 
 
 @contextmanager
 def exit_on_terminate() -> Iterator[None]:
-    """Make SIGTERM raise SystemExit, so that ``finally`` blocks run; in the main thread only, elsewhere nothing."""
+    """Make SIGTERM, and SIGHUP of a closing terminal, raise SystemExit, so that ``finally`` blocks run.
 
-    def leave(_number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(TERMINATED_STATUS)
+    In the main thread only, elsewhere nothing.
+    """
 
-    with _handlers({signal.SIGTERM: leave}):
+    def leave(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    with _handlers({signal.SIGTERM: leave, signal.SIGHUP: leave}):
         yield
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ignore SIGINT and SIGTERM; in the main thread only, elsewhere nothing."""
-    with _handlers({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_IGN}):
+    """Ignore SIGINT, SIGTERM and SIGHUP; in the main thread only, elsewhere nothing."""
+    with _handlers(dict.fromkeys(HANDLED, signal.SIG_IGN)):
         yield
 
 
 @contextmanager
 def kept_handlers() -> Iterator[None]:
-    """Undo what a library does to the handlers of SIGINT and SIGTERM; a SIGTERM meanwhile waits until they are back.
+    """Undo what a library does to the handlers of these signals; a SIGTERM or SIGHUP meanwhile waits until then.
 
     Python's own record may say that nothing has changed when a library went past it, so they are set again in any case.
     """
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
     try:
         with _handlers({}):
             yield
@@ -50,7 +53,7 @@ def _handlers(wanted: dict[signal.Signals, Handler]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in HANDLED}
     for number, handler in wanted.items():
         signal.signal(number, handler)
     try:

@@ -26,8 +26,10 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name, url, model, transport: of the cluster.
-        state: "ready" when every actor is, "starting", "degraded", or "dead" when its Ray node is gone.
+        state: "ready" when every actor is, "starting", "unfinished" when the command that brought it up is gone
+            before it was done, "degraded", or "dead" when its Ray node is gone.
         actors: router first.
+        hint: what to do about a cluster that will not come back by itself; "" for any other.
     """
 
     name: str
@@ -36,6 +38,7 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
     transport: str
     state: str
     actors: tuple[ActorReport, ...] = ()
+    hint: str = ""
 
 
 def cluster_report(name: str, *, store: StateStore | None = None) -> ClusterReport:
@@ -46,15 +49,16 @@ def cluster_report(name: str, *, store: StateStore | None = None) -> ClusterRepo
         ClusterError: its Ray cluster cannot be reached.
     """
     state = (StateStore() if store is None else store).load(name)
+    unfinished = not state.ready and not state.starter.alive()
     if state.node is None or not state.node.address:
-        return _report(state, "starting" if state.starter.alive() else "dead", ())
+        return _report(state, "dead" if unfinished else "starting", ())
     if not node_alive(state.node):
         return _report(state, "dead", ())
     with connect(state.node, state.name) as ray:
         actors = _ask(ray, state.actors)
     if actors and all(actor.status.state == "ready" for actor in actors):
-        return _report(state, "ready" if state.ready else "starting", actors)
-    return _report(state, "degraded" if state.ready else "starting", actors)
+        return _report(state, "ready" if state.ready else "unfinished" if unfinished else "starting", actors)
+    return _report(state, "degraded" if state.ready else "unfinished" if unfinished else "starting", actors)
 
 
 def _ask(ray: Any, names: tuple[str, ...]) -> tuple[ActorReport, ...]:
@@ -92,6 +96,13 @@ def _answer(ray: Any, name: str, pair: tuple[Any, Any] | None) -> ActorReport:
 
 
 def _report(state: ClusterState, word: str, actors: tuple[ActorReport, ...]) -> ClusterReport:
+    hints = {"unfinished": "its 'kvferry up' ended before it was done", "dead": "its Ray node is gone"}
     return ClusterReport(
-        name=state.name, url=state.url, model=state.model, transport=state.transport, state=word, actors=actors
+        name=state.name,
+        url=state.url,
+        model=state.model,
+        transport=state.transport,
+        state=word,
+        actors=actors,
+        hint=f"{hints[word]}; clear it with: kvferry down {state.name}" if word in hints else "",
     )

@@ -41,6 +41,7 @@ from router.client.wire import (
     first_model,
     may_retry,
     request_headers,
+    root_url,
     stream_request,
 )
 
@@ -105,7 +106,7 @@ class AsyncClient:
     """A connection to a router.
 
     Args:
-        base_url: such as ``http://127.0.0.1:8000``.
+        base_url: such as ``http://127.0.0.1:8000``, with or without ``/v1``.
         model: asked for where a call names none; by default the first that the router serves.
         timeout: seconds to wait for the next bytes of an answer, and to connect.
         retries: tries after the first, when the router cannot be reached or answers 429 or 503.
@@ -121,7 +122,7 @@ class AsyncClient:
         retries: int = 2,
         backoff: float = 0.25,
     ) -> None:
-        self.base_url = base_url.rstrip("/")
+        self.base_url = root_url(base_url)
         self._model = model
         self._policy = RetryPolicy(retries, backoff)
         self._http = httpx.AsyncClient(base_url=self.base_url, timeout=timeout, trust_env=False)

@@ -10,7 +10,14 @@ from typing import Any
 import httpx
 import msgspec
 
-from protocol.errors import ConfigError, ConnectionFailed, DeadlineExceeded, KVFerryError, MalformedFrame
+from protocol.errors import (
+    ConfigError,
+    ConnectionFailed,
+    DeadlineExceeded,
+    InvalidRequest,
+    KVFerryError,
+    MalformedFrame,
+)
 from router.client.results import Chunk, chunk_of
 
 Prompt = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
@@ -61,6 +68,11 @@ class RetryPolicy:
         return min(max(own, asked), MAX_PAUSE) if self.backoff else 0.0
 
 
+def root_url(url: str) -> str:
+    """The router's own address in a URL that may be the one of its OpenAI API, as other clients want it."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
 def completion_body(prompt: Prompt, model: str, params: Mapping[str, Any]) -> bytes:
     """The JSON of a completion request."""
     return _body({"model": model, "prompt": prompt, **params})
@@ -80,7 +92,10 @@ def stream_request(prompt: Prompt | Messages, model: str, params: Mapping[str, A
 
 
 def _body(fields: Mapping[str, Any]) -> bytes:
-    return msgspec.json.encode({name: value for name, value in fields.items() if value is not None})
+    try:
+        return msgspec.json.encode({name: value for name, value in fields.items() if value is not None})
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"the request is not valid Unicode text: {error}") from error
 
 
 def request_headers(*, timings: bool, request_id: str | None) -> dict[str, str]:

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from cluster.cli import app
-from cluster.state import StateStore
+from cluster.state import NodeState, ProcessMark, StateStore
 
 COMMANDS = ("up", "status", "down", "complete", "chat", "demo", "model", "version")
 
@@ -33,7 +35,8 @@ def test_help_names_what_there_is(command: tuple[str, ...]) -> None:
 
 
 def test_version_is_the_installed_one() -> None:
-    assert CliRunner().invoke(app, ["version"]).stdout == f"kvferry {version('kvferry')}\n"
+    for asked in ("version", "--version"):
+        assert CliRunner().invoke(app, [asked]).stdout == f"kvferry {version('kvferry')}\n"
 
 
 def test_the_command_starts_without_the_heavy_packages() -> None:
@@ -52,6 +55,8 @@ def test_the_command_starts_without_the_heavy_packages() -> None:
         (("up", "none.yaml"), "cannot read none.yaml"),
         (("complete", "hello", "--url", "http://127.0.0.1:9"), "127.0.0.1:9"),
         (("chat", "hello", "--url", "nonsense"), "nonsense"),
+        (("chat", " ", "--url", "http://127.0.0.1:9"), "the message is empty"),
+        (("complete", "hello"), "no cluster is up here"),
     ],
 )
 def test_an_error_is_one_line_and_a_status(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
@@ -79,6 +84,36 @@ def test_a_bad_file_is_one_line_that_names_the_key(tmp_path: Path) -> None:
     assert "engine.block_sise" in done.stderr
     assert "'block_size'" in done.stderr
     assert StateStore(tmp_path).names() == []
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("model: m\nengine: {block_size: 8}\nmodel: n\n")
+    done = kvferry("up", str(file), state=tmp_path)
+    assert done.returncode == 1
+    assert "'model' stands twice" in done.stderr
+
+
+@pytest.mark.parametrize(("node", "state"), [(None, "dead"), ("unfinished", "dead")])
+def test_a_cluster_that_nobody_finishes_is_told_with_the_way_out(node: str | None, state: str, tmp_path: Path) -> None:
+    store = StateStore(tmp_path)
+    gone = ProcessMark(pid=os.getpid(), created=1.0)
+    made = store.reserve("half")
+    left = None if node is None else NodeState(address="127.0.0.1:1", temp_dir=str(tmp_path / "gone"), daemon=gone)
+    store.save(msgspec.structs.replace(made, starter=gone, node=left))
+    done = kvferry("status", state=tmp_path)
+    assert done.returncode == 1
+    assert state in done.stdout
+    assert "kvferry down half" in done.stderr
+
+
+def test_what_names_no_cluster_is_asked_which_when_there_are_several(tmp_path: Path) -> None:
+    store = StateStore(tmp_path)
+    for name in ("one", "two"):
+        store.save(msgspec.structs.replace(store.reserve(name), url=f"http://127.0.0.1:9/{name}", ready=True))
+    done = kvferry("complete", "hello", state=tmp_path)
+    assert done.returncode == 1
+    assert "--url (one: http://127.0.0.1:9/one, two: " in done.stderr
 
 
 def test_a_usage_error_has_status_two(tmp_path: Path) -> None:

@@ -312,3 +312,15 @@ def test_bad_settings(field: str, value: float) -> None:
     with pytest.raises(ConfigError, match=str(value)) as caught:
         Client("http://127.0.0.1:1", **{field: value})
     assert caught.value.field == field
+
+
+def test_the_url_of_the_openai_api_is_as_good(bpe_tokenizer: Tokenizer, replying: ScriptedService) -> None:
+    with serving_front(replying, bpe_tokenizer) as url:
+        for base in (url, f"{url}/", f"{url}/v1", f"{url}/v1/"):
+            with Client(base) as client:
+                assert client.complete("x", max_tokens=40).text == REPLY
+
+
+def test_what_is_no_unicode_is_refused_before_it_is_sent() -> None:
+    with Client("http://127.0.0.1:9", model="m") as client, pytest.raises(InvalidRequest, match="not valid Unicode"):
+        client.complete("bad \udcff bytes")

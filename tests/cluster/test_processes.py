@@ -1,0 +1,37 @@
+"""Ends of processes, in ways that only a second parent can make."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from cluster.processes import KILL_PATIENCE_SECONDS, NODE_VARIABLE, end_node_processes, node_processes
+
+NEGLIGENT = """
+import os, subprocess, sys
+waiting = [sys.executable, "-c", "import signal; signal.pause()"]
+child = subprocess.Popen(waiting, env={**os.environ, sys.argv[1]: sys.argv[2]})
+print(child.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_dead_process_whose_parent_has_not_asked_after_it_holds_nobody_up(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    with subprocess.Popen(
+        [sys.executable, "-c", NEGLIGENT, NODE_VARIABLE, folder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert [process.pid for process in node_processes(folder)] == [child]
+        begun = time.monotonic()
+        assert end_node_processes(folder, None, grace=0.0) == []
+        assert time.monotonic() - begun < KILL_PATIENCE_SECONDS / 2
+        assert Path(f"/proc/{child}").exists(), "it is dead, and still its parent's"
+        assert parent.stdin is not None
+        parent.stdin.close()
