@@ -248,6 +248,8 @@ class PrefillWorker:
 
     async def _readers(self) -> None:
         while True:
+            # A frame that is there already is handed over without a pause, so a flood would starve every other task.
+            await asyncio.sleep(0)
             try:
                 _, envelope = await self._hub.receive()
             except ProtocolError as error:
