@@ -28,7 +28,10 @@ class PrefillPeers:
         context: of the process's ZeroMQ sockets.
         me: this worker.
         receive: called with ``(sender, message)``.
-        refused: called with an error for each frame that does not decode.
+        refused: called with an error for each frame that does not decode, and for an endpoint that is none.
+
+    Attributes:
+        broken: done, with the error, once ``receive`` has raised: that connection hears nothing more.
     """
 
     def __init__(
@@ -45,12 +48,19 @@ class PrefillPeers:
         self._refused = refused
         self._spokes: dict[str, tuple[Spoke, asyncio.Task[None]]] = {}
         self._used: dict[str, float] = {}
+        self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def send(self, address: PrefillAddress, message: Message) -> bool:
-        """Queue ``message`` for the worker at ``address``."""
+        """Queue ``message`` for the worker at ``address``; False when that cannot be done."""
         if address.endpoint not in self._spokes:
-            spoke = Spoke(self._context, self._me, address.endpoint)
-            self._spokes[address.endpoint] = (spoke, asyncio.create_task(self._listen(spoke)))
+            try:
+                spoke = Spoke(self._context, self._me, address.endpoint)
+            except ProtocolError as error:
+                self._refused(error)
+                return False
+            task = asyncio.create_task(self._listen(spoke))
+            task.add_done_callback(self._ended)
+            self._spokes[address.endpoint] = (spoke, task)
         self._used[address.endpoint] = time.monotonic()
         return self._spokes[address.endpoint][0].send(message)
 
@@ -73,6 +83,11 @@ class PrefillPeers:
         del self._used[endpoint]
         task.cancel()
         spoke.close()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self.broken.done():
+            self.broken.set_exception(error)
 
     async def _listen(self, spoke: Spoke) -> None:
         while True:

@@ -114,7 +114,7 @@ class DecodeWorker:
             self._context,
             self.me,
             receive=self._from_prefill,
-            refused=lambda error: logger.warning("refused a frame from a prefill worker: %s", error),
+            refused=lambda error: logger.warning("of a prefill worker: %s", error),
         )
         self._imports = Imports(
             self.pool,
@@ -152,7 +152,8 @@ class DecodeWorker:
     async def wait(self) -> None:
         """Return once stopped; raise what ended a loop of ours before that."""
         stopped = asyncio.create_task(self._stopped.wait())
-        done, _ = await asyncio.wait([stopped, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+        loops = [*self._tasks, *self._link.tasks, self._peers.broken]
+        done, _ = await asyncio.wait([stopped, *loops], return_when=asyncio.FIRST_COMPLETED)
         if stopped in done:
             return
         stopped.cancel()

@@ -138,7 +138,8 @@ class PrefillWorker:
     async def wait(self) -> None:
         """Return once stopped; raise what ended a loop of ours before that."""
         stopped = asyncio.create_task(self._stopped.wait())
-        done, _ = await asyncio.wait([stopped, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+        loops = [*self._tasks, *self._link.tasks]
+        done, _ = await asyncio.wait([stopped, *loops], return_when=asyncio.FIRST_COMPLETED)
         if stopped in done:
             return
         stopped.cancel()

@@ -14,6 +14,7 @@ import zmq
 import zmq.asyncio
 
 from protocol.codec import MAX_FRAME_BYTES, decode, encode
+from protocol.errors import ProtocolError
 from protocol.ids import Peer
 from protocol.messages import Envelope, Message
 
@@ -82,6 +83,9 @@ class Spoke:
     """A connected DEALER socket: one peer, whoever answers at that address.
 
     Life cycle: as :class:`Hub`, connected in place of bound.
+
+    Raises:
+        ProtocolError: ``endpoint`` is none that ZeroMQ can connect to.
     """
 
     def __init__(self, context: zmq.asyncio.Context, me: Peer, endpoint: str) -> None:
@@ -96,7 +100,11 @@ class Spoke:
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
         self._socket.setsockopt(zmq.HEARTBEAT_TTL, 5000)
         self._socket.setsockopt(zmq.IDENTITY, str(me).encode())
-        self._socket.connect(endpoint)
+        try:
+            self._socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self._socket.close(linger=0)
+            raise ProtocolError(f"cannot connect to {endpoint!r}: {error}") from error
 
     async def receive(self) -> Envelope:
         """The next envelope.
