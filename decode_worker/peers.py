@@ -48,10 +48,13 @@ class PrefillPeers:
         self._refused = refused
         self._spokes: dict[str, tuple[Spoke, asyncio.Task[None]]] = {}
         self._used: dict[str, float] = {}
+        self._closed = False
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def send(self, address: PrefillAddress, message: Message) -> bool:
         """Queue ``message`` for the worker at ``address``; False when that cannot be done."""
+        if self._closed:
+            return False
         if address.endpoint not in self._spokes:
             try:
                 spoke = Spoke(self._context, self._me, address.endpoint)
@@ -72,7 +75,8 @@ class PrefillPeers:
                 self._end(endpoint)
 
     async def close(self) -> None:
-        """Close every connection."""
+        """Close every connection; what is sent from now on is dropped."""
+        self._closed = True
         tasks = [task for _, task in self._spokes.values()]
         for endpoint in list(self._spokes):
             self._end(endpoint)

@@ -168,9 +168,10 @@ class DecodeWorker:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        # The link first: what a router sends now would be work for parts that are closed.
+        await self._link.close()
         await self._imports.close()
         await self._peers.close()
-        await self._link.close()
         self._stepper.close()
         self._context.term()
         self._stopped.set()

@@ -154,8 +154,9 @@ class PrefillWorker:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._exports.close()
+        # The link first: what a router sends now would be work for parts that are closed.
         await self._link.close()
+        await self._exports.close()
         self._hub.close()
         self._stepper.close()
         self._context.term()
