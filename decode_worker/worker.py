@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import msgspec
 import zmq.asyncio
@@ -152,13 +153,15 @@ class DecodeWorker:
     async def wait(self) -> None:
         """Return once stopped; raise what ended a loop of ours before that."""
         stopped = asyncio.create_task(self._stopped.wait())
-        loops = [*self._tasks, *self._link.tasks, self._peers.broken]
-        done, _ = await asyncio.wait([stopped, *loops], return_when=asyncio.FIRST_COMPLETED)
-        if stopped in done:
+        loops: list[asyncio.Future[None]] = [*self._tasks, *self._link.tasks, self._peers.broken]
+        waited: list[asyncio.Future[Any]] = [stopped, *loops]
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        if stopped.done():
             return
         stopped.cancel()
-        for task in done:
-            await task
+        for ended in loops:
+            if ended.done():
+                await ended
 
     async def stop(self) -> None:
         """Stop serving; every block, thread and socket is given back."""
@@ -216,8 +219,8 @@ class DecodeWorker:
         self._imports.receive(sender, message)
 
     def _accept(self, router: Peer, request: Reserve) -> None:
-        if self._scheduler.find(request.key) is not None:
-            return
+        if self._scheduler.find(request.key) is not None or self._imports.book.has_ended(request.key, time.monotonic()):
+            return  # it came twice, or its cancel was faster
         length = len(request.token_ids) - request.emitted + request.sampling.max_tokens
         error: KVFerryError | None = None
         if not request.token_ids or length > self._max_model_len:

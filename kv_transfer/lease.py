@@ -57,6 +57,10 @@ class LeaseBook:
         """Whether ``key`` has a lease that has not closed."""
         return self._find(key) is not None
 
+    def has_ended(self, key: RequestKey, now: float) -> bool:
+        """Whether ``key`` had a lease that has closed, or was cancelled before it had one."""
+        return self._tombstones.find(key, now) is not None
+
     def open(
         self,
         key: RequestKey,

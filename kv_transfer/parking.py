@@ -66,17 +66,15 @@ class Parking:
         if sender in lot:
             if isinstance(message, Grant):
                 return lot[sender].message == message
-            self._blocks -= _blocks(lot[sender])
-        elif self._count >= self._capacity:
-            return False
-        elif isinstance(message, Grant) and self._blocks + len(message.blocks) > self._max_blocks:
+            self._blocks -= _blocks(lot[sender].message)
+        elif self._count >= self._capacity or self._blocks + _blocks(message) > self._max_blocks:
             return False
         else:
             self._count += 1
         # In this order a ttl that is not a number cannot win.
         wait = min(self._ttl, message.ttl) if isinstance(message, Grant) else self._ttl
         lot[sender] = Parked(sender, message, now + wait)
-        self._blocks += _blocks(lot[sender])
+        self._blocks += _blocks(lot[sender].message)
         self._lots[message.key] = lot
         return True
 
@@ -84,7 +82,7 @@ class Parking:
         """Remove and return everything parked for ``key``."""
         lot = self._lots.pop(key, {})
         self._count -= len(lot)
-        self._blocks -= sum(map(_blocks, lot.values()))
+        self._blocks -= sum(_blocks(parked.message) for parked in lot.values())
         return list(lot.values())
 
     def drop_sender(self, sender: Peer) -> None:
@@ -106,10 +104,10 @@ class Parking:
             lot = self._lots[parked.message.key]
             del lot[parked.sender]
             self._count -= 1
-            self._blocks -= _blocks(parked)
+            self._blocks -= _blocks(parked.message)
             if not lot:
                 del self._lots[parked.message.key]
 
 
-def _blocks(parked: Parked) -> int:
-    return len(parked.message.blocks) if isinstance(parked.message, Grant) else 0
+def _blocks(message: Grant | Abort) -> int:
+    return len(message.blocks) if isinstance(message, Grant) else 0

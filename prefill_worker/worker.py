@@ -198,8 +198,9 @@ class PrefillWorker:
                 logger.warning("router %s sent a %s to a prefill worker", router, type(message).__name__)
 
     def _accept(self, router: Peer, request: Prefill) -> None:
-        if request.key in self._routers:
-            return
+        key = request.key
+        if key in self._routers or self._scheduler.find(key) or self._exports.book.has_ended(key, time.monotonic()):
+            return  # it came twice, or its cancel was faster
         length = len(request.token_ids)
         error: KVFerryError | None = None
         if not 0 < length < self._max_model_len:
