@@ -51,10 +51,10 @@ async def test_the_message_that_opens_comes_twice(
         opening: list[tuple[Peer, Message]] = []
         deliver = worker._link._on_message
 
-        def keep(*message: object) -> None:
-            if isinstance(message[1], Prefill | Reserve):
-                opening.append(message)
-            deliver(*message)
+        def keep(router: Peer, message: Message) -> None:
+            if isinstance(message, Prefill | Reserve):
+                opening.append((router, message))
+            deliver(router, message)
 
         worker._link._on_message = keep
         gate = Gate(worker, open_for=0)
