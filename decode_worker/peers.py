@@ -7,18 +7,15 @@ has another endpoint, so its former connection just falls idle.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
 
 import zmq.asyncio
 
-from protocol.errors import ConfigError, ProtocolError
+from protocol.errors import ConfigError, KVFerryError, ProtocolError
 from protocol.ids import Peer
 from protocol.messages import Message, PrefillAddress
 from protocol.sockets import Spoke
-
-logger = logging.getLogger(__name__)
 
 SPOKE_IDLE = 60.0
 """Seconds after which an unused connection to a prefill worker is closed."""
@@ -31,7 +28,10 @@ class PrefillPeers:
         context: of the process's ZeroMQ sockets.
         me: this worker.
         receive: called with ``(sender, message)``.
-        refused: called with an error for each frame that does not decode.
+        refused: called with an error for each frame that does not decode, and for an endpoint that is none.
+
+    Attributes:
+        broken: done, with the error, once ``receive`` has raised: that connection hears nothing more.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class PrefillPeers:
         me: Peer,
         *,
         receive: Callable[[Peer, Message], None],
-        refused: Callable[[ProtocolError], None],
+        refused: Callable[[KVFerryError], None],
     ) -> None:
         self._context = context
         self._me = me
@@ -48,16 +48,22 @@ class PrefillPeers:
         self._refused = refused
         self._spokes: dict[str, tuple[Spoke, asyncio.Task[None]]] = {}
         self._used: dict[str, float] = {}
+        self._closed = False
+        self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def send(self, address: PrefillAddress, message: Message) -> bool:
-        """Queue ``message`` for the worker at ``address``; False when it cannot be, and the import will expire."""
+        """Queue ``message`` for the worker at ``address``; False if that cannot be done: the import will expire."""
+        if self._closed:
+            return False
         if address.endpoint not in self._spokes:
             try:
                 spoke = Spoke(self._context, self._me, address.endpoint)
             except ConfigError as error:
-                logger.warning("cannot reach prefill worker %s: %s", address.peer, error)
+                self._refused(error)
                 return False
-            self._spokes[address.endpoint] = (spoke, asyncio.create_task(self._listen(spoke)))
+            task = asyncio.create_task(self._listen(spoke))
+            task.add_done_callback(self._ended)
+            self._spokes[address.endpoint] = (spoke, task)
         self._used[address.endpoint] = time.monotonic()
         return self._spokes[address.endpoint][0].send(message)
 
@@ -69,7 +75,8 @@ class PrefillPeers:
                 self._end(endpoint)
 
     async def close(self) -> None:
-        """Close every connection."""
+        """Close every connection; what is sent from now on is dropped."""
+        self._closed = True
         tasks = [task for _, task in self._spokes.values()]
         for endpoint in list(self._spokes):
             self._end(endpoint)
@@ -80,6 +87,11 @@ class PrefillPeers:
         del self._used[endpoint]
         task.cancel()
         spoke.close()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self.broken.done():
+            self.broken.set_exception(error)
 
     async def _listen(self, spoke: Spoke) -> None:
         while True:

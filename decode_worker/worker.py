@@ -112,7 +112,7 @@ class DecodeWorker:
             context,
             self.me,
             receive=self._from_prefill,
-            refused=lambda error: logger.warning("refused a frame from a prefill worker: %s", error),
+            refused=lambda error: logger.warning("of a prefill worker: %s", error),
         )
         resources.push_async_callback(self._peers.close)
         self._imports = Imports(
@@ -146,6 +146,7 @@ class DecodeWorker:
         )
         resources.push_async_callback(self._link.close)
         self._link.start()
+        self._loops.watch(*self._link.tasks, self._peers.broken)
         resources.push_async_callback(self._loops.stop)
         self._loops.start("steps", self._steps())
         self._loops.start("ticks", self._ticks())
@@ -201,8 +202,8 @@ class DecodeWorker:
         self._imports.receive(sender, message)
 
     def _accept(self, router: Peer, request: Reserve) -> None:
-        if self._scheduler.find(request.key) is not None:
-            return
+        if self._scheduler.find(request.key) is not None or self._imports.book.has_ended(request.key, time.monotonic()):
+            return  # it came twice, or its cancel was faster
         length = len(request.token_ids) - request.emitted + request.sampling.max_tokens
         error: KVFerryError | None = None
         if not request.token_ids or length > self._max_model_len:

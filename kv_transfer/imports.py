@@ -64,6 +64,10 @@ class ImportBook:
         """Whether ``key`` has an import that may still commit."""
         return self._find(key) is not None
 
+    def has_ended(self, key: RequestKey, now: float) -> bool:
+        """Whether ``key`` had an import that has ended, or was cancelled before it had one."""
+        return self._tombstones.find(key, now) is not None
+
     def waiting(
         self, key: RequestKey, prefill: PrefillAddress, ttl: float, now: float, *, router: bytes | None = None
     ) -> list[Instruction]:

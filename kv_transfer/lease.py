@@ -57,6 +57,20 @@ class LeaseBook:
         """Whether ``key`` has a lease that has not closed."""
         return self._find(key) is not None
 
+    def has_ended(self, key: RequestKey, now: float) -> bool:
+        """Whether ``key`` had a lease that has closed, or was cancelled before it had one."""
+        return self._tombstones.find(key, now) is not None
+
+    def is_granted(self, key: RequestKey) -> bool:
+        """Whether the reader of ``key`` has room for its blocks."""
+        lease = self._find(key)
+        return lease is not None and lease.grant is not None
+
+    def youngest_waiting(self) -> RequestKey | None:
+        """The lease opened last of those that are computed, hold blocks, and wait for a grant."""
+        waiting = (lease.key for lease in reversed(self._leases.values()) if lease.open and lease.awaits_grant)
+        return next(waiting, None)
+
     def open(
         self,
         key: RequestKey,

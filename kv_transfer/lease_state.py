@@ -124,6 +124,11 @@ class Lease:
         return self.state in (LeaseState.COMPUTING, LeaseState.GRANTED)
 
     @property
+    def awaits_grant(self) -> bool:
+        """Whether the prompt is computed, holds blocks, and its reader has no room for them yet."""
+        return self.finished_at is not None and self.grant is None
+
+    @property
     def everything_shipped(self) -> bool:
         """Whether the prompt is computed, and every wanted block has been reported as written."""
         return (

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from protocol.errors import ConfigError
 from protocol.ids import Peer, RequestKey
-from protocol.messages import Abort, Grant
+from protocol.messages import MAX_BLOCKS, Abort, Grant
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +34,22 @@ class Parking:
     Args:
         capacity: messages parked at most.
         ttl: seconds that one waits at most; a grant's own ``ttl`` may be shorter.
+        max_blocks: blocks that all parked grants name together at most, since a grant may be as long as a frame.
 
     Raises:
         ConfigError: a value is not above 0; names the field and the value.
     """
 
-    def __init__(self, capacity: int = 1024, ttl: float = 60.0) -> None:
-        for name, value in (("capacity", capacity), ("ttl", ttl)):
+    def __init__(self, capacity: int = 1024, ttl: float = 60.0, max_blocks: int = MAX_BLOCKS) -> None:
+        for name, value in (("capacity", capacity), ("ttl", ttl), ("max_blocks", max_blocks)):
             if not value > 0:
                 raise ConfigError(f"{name} must be above 0, got {value!r}", field=name)
         self._capacity = capacity
         self._ttl = ttl
         self._lots: dict[RequestKey, dict[Peer, Parked]] = {}
         self._count = 0
+        self._max_blocks = max_blocks
+        self._blocks = 0
 
     def __len__(self) -> int:
         return self._count
@@ -63,13 +66,15 @@ class Parking:
         if sender in lot:
             if isinstance(message, Grant):
                 return lot[sender].message == message
-        elif self._count >= self._capacity:
+            self._blocks -= _blocks(lot[sender].message)
+        elif self._count >= self._capacity or self._blocks + _blocks(message) > self._max_blocks:
             return False
         else:
             self._count += 1
         # In this order a ttl that is not a number cannot win.
         wait = min(self._ttl, message.ttl) if isinstance(message, Grant) else self._ttl
         lot[sender] = Parked(sender, message, now + wait)
+        self._blocks += _blocks(lot[sender].message)
         self._lots[message.key] = lot
         return True
 
@@ -77,6 +82,7 @@ class Parking:
         """Remove and return everything parked for ``key``."""
         lot = self._lots.pop(key, {})
         self._count -= len(lot)
+        self._blocks -= sum(_blocks(parked.message) for parked in lot.values())
         return list(lot.values())
 
     def drop_sender(self, sender: Peer) -> None:
@@ -98,5 +104,10 @@ class Parking:
             lot = self._lots[parked.message.key]
             del lot[parked.sender]
             self._count -= 1
+            self._blocks -= _blocks(parked.message)
             if not lot:
                 del self._lots[parked.message.key]
+
+
+def _blocks(message: Grant | Abort) -> int:
+    return len(message.blocks) if isinstance(message, Grant) else 0

@@ -25,7 +25,7 @@ from kv_transfer.instructions import (
 from kv_transfer.lease import LeaseBook
 from kv_transfer.plan import plan
 from kv_transfer.transport import Sender, TransportConfig, make_sender, scheme_of
-from protocol.errors import KVFerryError, TransferError
+from protocol.errors import KVFerryError, Preempted, TransferError
 from protocol.ids import Peer, RequestKey
 from protocol.layout import KVLayout
 from protocol.messages import Abort, ErrorInfo, Grant, Message, Prefill, Renew, Settle
@@ -119,6 +119,16 @@ class Exports:
     def fail(self, key: RequestKey, error: KVFerryError) -> None:
         """This worker cannot finish the prompt: its reader and the router are told."""
         self._carry_out(self.book.fail(key, error, time.monotonic()))
+
+    def give_back(self) -> bool:
+        """End the youngest lease whose reader has no room yet, so that its blocks serve another; False if none does.
+
+        The router lets the request come again, and finds most of it in the prefix cache.
+        """
+        key = self.book.youngest_waiting()
+        if key is not None:
+            self.fail(key, Preempted("its blocks were wanted by a request whose reader waits for them"))
+        return key is not None
 
     def receive(self, sender: Peer, message: Message) -> None:
         """A message of a decode worker; what a decode worker does not send changes nothing."""

@@ -165,6 +165,11 @@ class PrefillScheduler:
         """Prompts being computed."""
         return len(self._running)
 
+    @property
+    def blocked(self) -> Prompt | None:
+        """The prompt that is next, when nothing is computed and it still does not fit: only leases are in its way."""
+        return self._waiting[0] if self._waiting and not self._running else None
+
     def find(self, key: RequestKey) -> Prompt | None:
         """The live prompt of ``key``."""
         found = self._running.get(key)

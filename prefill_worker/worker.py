@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
@@ -43,6 +44,9 @@ from protocol.worker_link import WorkerLink
 TICK = 0.1
 """Seconds between two looks at what has expired."""
 
+BLOCKED_PATIENCE = 1.0
+"""Seconds that a prompt whose reader is ready waits for blocks of leases whose readers are not."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -63,7 +67,8 @@ class PrefillWorker:
         self._loops = Loops()
         self._wake = asyncio.Event()
         self._routers: dict[RequestKey, Peer] = {}
-        self._prefill_tokens = self._cached_tokens = self._failures = 0
+        self._prefill_tokens = self._cached_tokens = self._failures = self._preemptions = 0
+        self._blocked_since = math.inf
 
     async def start(self, progress: Callable[[str, float], None] | None = None) -> None:
         """Load the model, bind the sockets, and begin to serve.
@@ -131,6 +136,7 @@ class PrefillWorker:
         )
         resources.push_async_callback(self._link.close)
         self._link.start()
+        self._loops.watch(*self._link.tasks)
         resources.push_async_callback(self._loops.stop)
         self._loops.start("steps", self._steps())
         self._loops.start("readers", self._readers())
@@ -164,6 +170,7 @@ class PrefillWorker:
             kv_blocks=exports.kv_blocks,
             kv_bytes=exports.kv_bytes,
             kv_seconds=exports.kv_seconds,
+            preemptions=self._preemptions,
             failures=self._failures,
         )
 
@@ -183,8 +190,9 @@ class PrefillWorker:
                 logger.warning("router %s sent a %s to a prefill worker", router, type(message).__name__)
 
     def _accept(self, router: Peer, request: Prefill) -> None:
-        if request.key in self._routers:
-            return
+        key = request.key
+        if key in self._routers or self._scheduler.find(key) or self._exports.book.has_ended(key, time.monotonic()):
+            return  # it came twice, or its cancel was faster
         length = len(request.token_ids)
         error: KVFerryError | None = None
         if not 0 < length < self._max_model_len:
@@ -235,6 +243,8 @@ class PrefillWorker:
 
     async def _readers(self) -> None:
         while True:
+            # A frame that is there already is handed over without a pause, so a flood would starve every other task.
+            await asyncio.sleep(0)
             try:
                 _, envelope = await self._hub.receive()
             except ProtocolError as error:
@@ -246,7 +256,22 @@ class PrefillWorker:
         while True:
             await asyncio.sleep(TICK)
             self._exports.tick()
+            self._unblock(time.monotonic())
             self._watch.look(busy=bool(self._scheduler.running or self._scheduler.waiting), now=time.monotonic())
+
+    def _unblock(self, now: float) -> None:
+        """Break a ring: leases here wait for room there, while room there waits for a prompt that has no room here.
+
+        Two routers that ask in opposite orders make one, and so do two decode workers of which one is full.
+        """
+        head = self._scheduler.blocked
+        if head is None or not self._exports.book.is_granted(head.key):
+            self._blocked_since = math.inf
+        elif self._blocked_since == math.inf:
+            self._blocked_since = now
+        elif now - self._blocked_since >= BLOCKED_PATIENCE and self._exports.give_back():
+            self._preemptions += 1
+            self._blocked_since = now
 
     # --- steps ----------------------------------------------------------------------------------------------------
 

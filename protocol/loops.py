@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from typing import Any
 
 
 class Loops:
@@ -15,21 +16,29 @@ class Loops:
 
     def __init__(self) -> None:
         self._tasks: list[asyncio.Task[None]] = []
+        self._watched: list[asyncio.Future[None]] = []
         self._stopped = asyncio.Event()
 
     def start(self, name: str, loop: Coroutine[None, None, None]) -> None:
         """Run ``loop`` as a task called ``name``."""
         self._tasks.append(asyncio.create_task(loop, name=name))
 
+    def watch(self, *others: asyncio.Future[None]) -> None:
+        """Have :meth:`wait` look at tasks, or futures, that somebody else ends."""
+        self._watched.extend(others)
+
     async def wait(self) -> None:
         """Return once stopped; raise what ended a loop before that."""
         stopped = asyncio.create_task(self._stopped.wait())
         try:
-            done, _ = await asyncio.wait([stopped, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
-            if stopped in done:
+            loops: list[asyncio.Future[None]] = [*self._tasks, *self._watched]
+            waited: list[asyncio.Future[Any]] = [stopped, *loops]
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            if stopped.done():
                 return
-            for task in done:
-                await task
+            for ended in loops:
+                if ended.done():
+                    await ended
         finally:
             stopped.cancel()
 

@@ -27,10 +27,6 @@ def _options(socket: zmq.asyncio.Socket) -> None:
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-    # A half-open connection must be noticed, or a re-started peer on the same address stays unreachable.
-    socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
-    socket.setsockopt(zmq.HEARTBEAT_TTL, 5000)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     socket.setsockopt(zmq.IPV6, 0)
@@ -104,6 +100,12 @@ class Spoke:
         self.endpoint = endpoint
         self._socket: zmq.asyncio.Socket = context.socket(zmq.DEALER)
         _options(self._socket)
+        # A half-open connection must be noticed, or a re-started peer on the same address stays unreachable. Only this
+        # side asks; the hub closes a connection that has not asked for so long. A hub that asked too would end its
+        # process: libzmq asserts when the time comes to ask a peer that left while its queue here was full.
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
+        self._socket.setsockopt(zmq.HEARTBEAT_TTL, 5000)
         self._socket.setsockopt(zmq.IDENTITY, str(me).encode())
         try:
             self._socket.connect(endpoint)

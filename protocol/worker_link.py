@@ -60,6 +60,11 @@ class WorkerLink:
             self._tasks.append(asyncio.create_task(self._receive(spoke), name=f"router-link {spoke.endpoint}"))
         self._tasks.append(asyncio.create_task(self._beat(), name="heartbeat"))
 
+    @property
+    def tasks(self) -> tuple[asyncio.Task[None], ...]:
+        """The loops that must run for as long as the worker serves."""
+        return tuple(self._tasks)
+
     def send(self, router: Peer, message: Message) -> bool:
         """Send to the router that asked; False when that life of it is over or it is too far behind."""
         spoke = self._peers.get(router)

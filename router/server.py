@@ -17,6 +17,7 @@ import uvicorn
 from protocol.errors import StartFailed
 from router.config import RouterConfig
 from router.front.app import Front
+from router.http_protocol import BoundedHttpProtocol
 from router.service import Service
 from router.tokenizer import Tokenizer
 
@@ -86,7 +87,7 @@ class RouterServer:
             self._server = _SignalFreeServer(
                 uvicorn.Config(
                     Front(self._service, tokenizer),
-                    http="httptools",
+                    http=BoundedHttpProtocol,
                     ws="none",
                     lifespan="off",
                     log_config=None,
