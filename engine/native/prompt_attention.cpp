@@ -1,0 +1,162 @@
+// Causal attention of a chunk of one sequence's tokens over its blocks, on AMX in bfloat16.
+//
+// K is gathered as it is and V transposed, once per KV head and chunk. Then, for sixteen queries at a time, the scores
+// are computed with the tokens as rows and the queries as columns, S^T = K Q^T: K needs no packing that way, and the
+// softmax runs down the columns, in vectors of sixteen queries without one horizontal sum. Its result is already what
+// AMX wants as second operand of O^T = V^T P^T.
+
+#include <omp.h>
+
+#include <cmath>
+#include <initializer_list>
+
+#include "vectors.h"
+
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512BF16__)
+#define KVF_AMX 1
+
+namespace {
+
+constexpr int kRows = 16, kStep = 32;  // of a tile; tokens that one product sums over
+
+struct alignas(64) TileConfig {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t columns[16] = {};
+    uint8_t rows[16] = {};
+    TileConfig() {
+        for (int tile = 0; tile < 8; ++tile) columns[tile] = 64, rows[tile] = 16;
+    }
+};
+
+struct Context {
+    bf16* k;  // [padded, dim]
+    bf16* v;  // [dim, padded]
+    int64_t length, padded, dim;
+};
+
+void gather(const Context& to, const bf16* k_cache, const bf16* v_cache, const int32_t* table, int64_t head,
+            int64_t block_size, const int64_t* strides) {
+    for (int64_t token = 0; token < to.length; ++token) {
+        const int64_t place = table[token / block_size] * strides[0] + token % block_size * strides[1] + head * strides[2];
+        memcpy(to.k + token * to.dim, k_cache + place, to.dim * sizeof(bf16));
+        for (int64_t i = 0; i < to.dim; ++i) to.v[i * to.padded + token] = v_cache[place + i];
+    }
+    // Zeros, not what happens to lie there: a weight of zero does not stop a NaN.
+    memset(static_cast<void*>(to.k + to.length * to.dim), 0, (to.padded - to.length) * to.dim * sizeof(bf16));
+    for (int64_t i = 0; i < to.dim; ++i)
+        memset(static_cast<void*>(to.v + i * to.padded + to.length), 0, (to.padded - to.length) * sizeof(bf16));
+}
+
+inline Floats larger(Floats a, Floats b) { return (Floats)_mm512_max_ps((__m512)a, (__m512)b); }
+
+// e^x for x <= 0, as `exponential`, of sixteen.
+inline Floats exponentials(Floats x) {
+    const __m512 low = _mm512_max_ps(_mm512_set1_ps(-87.0f), (__m512)x);  // a NaN in the second operand stays
+    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(low, _mm512_set1_ps(1.44269504089f)), 8);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), low);
+    r = _mm512_fmadd_ps(n, _mm512_set1_ps(2.12194440e-4f), r);
+    __m512 sum = _mm512_set1_ps(1.0f / 720);
+    for (const float term : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
+        sum = _mm512_fmadd_ps(sum, r, _mm512_set1_ps(term));
+    return (Floats)_mm512_scalef_ps(sum, n);
+}
+
+// Sixteen queries of one head, of which `count` are there, the first at position `start`.
+// scores: [padded, 16] floats; weights: [padded / 2, 16, 2].
+void attend(const Context& context, const bf16* q, int64_t q_stride, int count, int64_t start, float scale,
+            float* scores, bf16* weights, bf16* out, int64_t out_stride) {
+    const int64_t dim = context.dim, seen = start + count;
+    const int64_t tokens = (seen + kStep - 1) / kStep * kStep;
+    alignas(64) uint32_t packed[256 / kStep][16][16] = {};  // [dim / 32][pair of elements][query]
+    for (int query = 0; query < count; ++query)
+        for (int64_t pair = 0; pair < dim / 2; ++pair)
+            memcpy(&packed[pair / 16][pair % 16][query], q + query * q_stride + 2 * pair, 4);
+
+    for (int64_t token = 0; token < tokens; token += kStep) {
+        _tile_zero(0);
+        _tile_zero(1);
+        for (int64_t part = 0; part < dim / kStep; ++part) {
+            _tile_loadd(6, packed[part], 64);
+            _tile_loadd(4, context.k + token * dim + part * kStep, dim * 2);
+            _tile_loadd(5, context.k + (token + kRows) * dim + part * kStep, dim * 2);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 5, 6);
+        }
+        _tile_stored(0, scores + token * 16, 64);
+        _tile_stored(1, scores + (token + kRows) * 16, 64);
+    }
+
+    // Query c sees tokens 0 to start + c: the first start + 1 rows are seen by all.
+    Floats highest = all(-INFINITY);
+    for (int64_t token = 0; token < tokens; ++token) {
+        Floats row = load(scores + token * 16);
+        if (token > start) {
+            const auto blind = static_cast<__mmask16>((1u << least(16, token - start)) - 1u);
+            row = (Floats)_mm512_mask_mov_ps((__m512)row, blind, _mm512_set1_ps(-INFINITY));
+            memcpy(scores + token * 16, &row, sizeof row);
+        }
+        highest = larger(row, highest);
+    }
+    Floats sums = {};
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                           5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    for (int64_t token = 0; token < tokens; token += 2) {
+        const Floats even = exponentials((load(scores + token * 16) - highest) * scale);
+        const Floats odd = exponentials((load(scores + token * 16 + 16) - highest) * scale);
+        const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+        _mm512_storeu_si512(weights + token * 16, _mm512_permutexvar_epi16(order, both));
+        sums += even + odd;
+    }
+
+    alignas(64) float turned[256][16];  // [dim][query]
+    for (int64_t i = 0; i < dim; i += 2 * kRows) {
+        _tile_zero(0);
+        _tile_zero(1);
+        for (int64_t token = 0; token < tokens; token += kStep) {
+            _tile_loadd(6, weights + token * 16, 64);
+            _tile_loadd(4, context.v + i * context.padded + token, context.padded * 2);
+            _tile_loadd(5, context.v + (i + kRows) * context.padded + token, context.padded * 2);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 5, 6);
+        }
+        _tile_stored(0, turned[i], 64);
+        _tile_stored(1, turned[i + kRows], 64);
+    }
+    for (int query = 0; query < count; ++query)
+        for (int64_t i = 0; i < dim; ++i) out[query * out_stride + i] = round_to<bf16>(turned[i][query] / sums[query]);
+}
+
+}  // namespace
+#endif
+
+// out [count, heads * dim] of q [count, ...] with `q_stride` elements from token to token; q is the last `count` tokens of
+// a sequence of `length`. work: 64-byte aligned, the caller's, 2 * dim * P elements for the context and then, per thread, 3 * 16 * P, P being
+// `length` rounded up to 32. dim: a multiple of 32, at most 256. strides: as kvf_rope_store's.
+extern "C" void kvf_prompt_attention(const bf16* q, const bf16* k_cache, const bf16* v_cache, const int32_t* table,
+                                     bf16* work, bf16* out, int64_t count, int64_t length, int64_t q_stride,
+                                     int64_t kv_heads, int64_t group, int64_t dim, int64_t block_size,
+                                     const int64_t* strides, float scale, int threads) {
+#ifdef KVF_AMX
+    const int64_t padded = (length + kStep - 1) / kStep * kStep, tiles = (count + 15) / 16;
+    const Context context{work, work + dim * padded, length, padded, dim};
+    bf16* const scratch = work + 2 * dim * padded;
+    for (int64_t head = 0; head < kv_heads; ++head) {
+        gather(context, k_cache, v_cache, table, head, block_size, strides);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+        {
+            const TileConfig config;
+            _tile_loadconfig(&config);
+#pragma omp for schedule(dynamic)
+            for (int64_t task = tiles * group - 1; task >= 0; --task) {
+                const int64_t first = task / group * 16, query_head = head * group + task % group;
+                bf16* mine = scratch + omp_get_thread_num() * 48 * padded;
+                attend(context, q + first * q_stride + query_head * dim, q_stride,
+                       static_cast<int>(least(16, count - first)), length - count + first, scale,
+                       reinterpret_cast<float*>(mine), mine + 32 * padded,
+                       out + (first * kv_heads * group + query_head) * dim, kv_heads * group * dim);
+            }
+            _tile_release();
+        }
+    }
+#endif
+}
