@@ -33,16 +33,15 @@ void attend_run(const Floats* q, const T* k, const T* v, int tokens, int dim, in
     for (int g = 0; g < G; ++g) {
         float scores[kLanes];
         sum_lines(lines[g], scores);
-        float highest = running[g].highest;
-        for (int t = 0; t < tokens; ++t) highest = scores[t] > highest ? scores[t] : highest;
         for (int t = tokens; t < kLanes; ++t) scores[t] = -INFINITY;
+        float highest = running[g].highest;
+        for (int t = 0; t < kLanes; ++t) highest = scores[t] > highest ? scores[t] : highest;
+        const Floats raised = exponential(load(scores) - highest);
+        store(weights[g], raised);
         float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
-        for (int t = 0; t < kLanes; ++t) {
-            weights[g][t] = exponential(scores[t] - highest);
-            sum += weights[g][t];
-        }
-        rescale[g] = exponential(running[g].highest - highest);
+        for (int t = 0; t < kLanes; ++t) sum += weights[g][t];
+        rescale[g] = std::exp(running[g].highest - highest);
         running[g].sum = running[g].sum * rescale[g] + sum;
         running[g].highest = highest;
     }

@@ -28,10 +28,10 @@ void silu_and_mul(const T* gate_up, T* out, int64_t tokens, int64_t size, int th
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && tokens > 1)
     for (int64_t token = 0; token < tokens; ++token) {
         const T *gate = gate_up + token * 2 * size, *up = gate + size;
-#pragma omp simd
-        for (int64_t i = 0; i < size; ++i) {
-            const float g = widen(gate[i]);
-            out[token * size + i] = round_to<T>(g / (1.0f + exponential(g < -88.0f ? 88.0f : -g)) * widen(up[i]));
+        for (int64_t i = 0; i < size; i += kLanes) {
+            const int count = static_cast<int>(least(kLanes, size - i));
+            const Floats g = load(gate + i, count);
+            store(out + token * size + i, g / (1.0f + exponential(-larger(g, all(-87.0f)))) * load(up + i, count), count);
         }
     }
 }

@@ -36,29 +36,34 @@ struct Context {
 
 void gather(const Context& to, const bf16* k_cache, const bf16* v_cache, const int32_t* table, int64_t head,
             int64_t block_size, const int64_t* strides) {
-    for (int64_t token = 0; token < to.length; ++token) {
-        const int64_t place = table[token / block_size] * strides[0] + token % block_size * strides[1] + head * strides[2];
-        memcpy(to.k + token * to.dim, k_cache + place, to.dim * sizeof(bf16));
-        for (int64_t i = 0; i < to.dim; ++i) to.v[i * to.padded + token] = v_cache[place + i];
+    constexpr int kMostElements = 256;
+    alignas(64) bf16 rows[kStep][kMostElements];
+    const __m512i apart = _mm512_set_epi16(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1, 30, 28, 26, 24, 22,
+                                           20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    const __m512i lines = _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
+                                             _mm512_set1_epi32(kMostElements * sizeof(bf16)));
+    for (int64_t first = 0; first < to.padded; first += kStep) {
+        for (int64_t t = 0; t < kStep; ++t) {
+            const int64_t token = first + t, size = to.dim * static_cast<int64_t>(sizeof(bf16));
+            if (token >= to.length) {  // zeros, not what happens to lie there: a weight of zero does not stop a NaN
+                memset(static_cast<void*>(to.k + token * to.dim), 0, size);
+                memset(static_cast<void*>(rows[t]), 0, size);
+                continue;
+            }
+            const int64_t place =
+                table[token / block_size] * strides[0] + token % block_size * strides[1] + head * strides[2];
+            memcpy(static_cast<void*>(to.k + token * to.dim), k_cache + place, size);
+            memcpy(static_cast<void*>(rows[t]), v_cache + place, size);
+        }
+        for (int64_t i = 0; i < to.dim; i += 2)
+            for (int64_t t = 0; t < kStep; t += kRows) {  // sixteen tokens' pairs of elements, then the pairs apart
+                const __m512i pairs = _mm512_i32gather_epi32(lines, &rows[t][i], 1);
+                const __m512i both = _mm512_permutexvar_epi16(apart, pairs);
+                bf16* line = to.v + i * to.padded + first + t;
+                _mm256_storeu_si256(reinterpret_cast<__m256i*>(line), _mm512_castsi512_si256(both));
+                _mm256_storeu_si256(reinterpret_cast<__m256i*>(line + to.padded), _mm512_extracti64x4_epi64(both, 1));
+            }
     }
-    // Zeros, not what happens to lie there: a weight of zero does not stop a NaN.
-    memset(static_cast<void*>(to.k + to.length * to.dim), 0, (to.padded - to.length) * to.dim * sizeof(bf16));
-    for (int64_t i = 0; i < to.dim; ++i)
-        memset(static_cast<void*>(to.v + i * to.padded + to.length), 0, (to.padded - to.length) * sizeof(bf16));
-}
-
-inline Floats larger(Floats a, Floats b) { return (Floats)_mm512_max_ps((__m512)a, (__m512)b); }
-
-// e^x for x <= 0, as `exponential`, of sixteen.
-inline Floats exponentials(Floats x) {
-    const __m512 low = _mm512_max_ps(_mm512_set1_ps(-87.0f), (__m512)x);  // a NaN in the second operand stays
-    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(low, _mm512_set1_ps(1.44269504089f)), 8);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), low);
-    r = _mm512_fmadd_ps(n, _mm512_set1_ps(2.12194440e-4f), r);
-    __m512 sum = _mm512_set1_ps(1.0f / 720);
-    for (const float term : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
-        sum = _mm512_fmadd_ps(sum, r, _mm512_set1_ps(term));
-    return (Floats)_mm512_scalef_ps(sum, n);
 }
 
 // Sixteen queries of one head, of which `count` are there, the first at position `start`.
@@ -101,8 +106,8 @@ void attend(const Context& context, const bf16* q, int64_t q_stride, int count, 
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
                                            5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     for (int64_t token = 0; token < tokens; token += 2) {
-        const Floats even = exponentials((load(scores + token * 16) - highest) * scale);
-        const Floats odd = exponentials((load(scores + token * 16 + 16) - highest) * scale);
+        const Floats even = exponential((load(scores + token * 16) - highest) * scale);
+        const Floats odd = exponential((load(scores + token * 16 + 16) - highest) * scale);
         const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
         _mm512_storeu_si512(weights + token * 16, _mm512_permutexvar_epi16(order, both));
         sums += even + odd;

@@ -14,6 +14,7 @@ constexpr int kLanes = 16;
 
 typedef float Floats __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef int32_t Signed __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
 
 inline Floats load(const float* from) {
@@ -41,6 +42,46 @@ inline Floats load(const T* from, int count) {
 }
 
 inline Floats all(float value) { return Floats{} + value; }
+
+inline void store(float* to, Floats values) { memcpy(to, &values, sizeof values); }
+
+// To the nearest, ties to even; a NaN stays one.
+inline void store(bf16* to, Floats values) {
+#if defined(__AVX512BF16__) && defined(__AVX512VL__)
+    const auto halves = _mm512_cvtneps_pbh((__m512)values);
+    memcpy(static_cast<void*>(to), &halves, sizeof halves);
+#else
+    for (int i = 0; i < kLanes; ++i) to[i] = round_to<bf16>(values[i]);
+#endif
+}
+
+template <class T>
+inline void store(T* to, Floats values, int count) {
+    if (count >= kLanes) return store(to, values);
+    for (int i = 0; i < count; ++i) to[i] = round_to<T>(values[i]);
+}
+
+// e^x to 2e-7 of its value for x <= 87, 0 below -87; NaN for NaN.
+inline Floats exponential(Floats x) {
+    const Floats low = x < -87.0f ? all(-87.0f) : x;
+    const Floats n = low * 1.44269504089f + 12582912.0f - 12582912.0f;  // 1.5 * 2^23: rounds to a whole number
+    const Floats r = (low - n * 0.693359375f) + n * 2.12194440e-4f;
+    Floats sum = all(1.0f / 5040);
+    sum = sum * r + 1.0f / 720;
+    sum = sum * r + 1.0f / 120;
+    sum = sum * r + 1.0f / 24;
+    sum = sum * r + 1.0f / 6;
+    sum = sum * r + 0.5f;
+    sum = sum * r + 1.0f;
+    sum = sum * r + 1.0f;
+    const Signed exponent = __builtin_convertvector(n, Signed) + 127;
+    const Signed bits = exponent << 23;
+    Floats power;
+    memcpy(&power, &bits, sizeof power);
+    return x < -87.0f ? Floats{} : sum * power;
+}
+
+inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
 // The sums of sixteen lines of sixteen floats.
 inline void sum_lines(const Floats* lines, float* sums) {
