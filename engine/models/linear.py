@@ -82,15 +82,21 @@ class Linear:
 
 
 class NativeWeight:
-    """A bfloat16 weight in the order of our own kernel; made by :meth:`of`."""
+    """A bfloat16 weight in the order of our own kernel; :meth:`of` makes one where that is possible.
 
-    def __init__(self, kernels: Kernels, weight: torch.Tensor) -> None:
+    Args:
+        kernels: the built library.
+        weight: [outputs, inputs], bfloat16; copied.
+        kind: which dot products to use, as :attr:`Kernels.linear_kind`; the CPU must have them.
+    """
+
+    def __init__(self, kernels: Kernels, weight: torch.Tensor, kind: int) -> None:
         self._outputs, self._inputs = weight.shape
         self._padded = -(-self._inputs // _TILE_INPUTS) * _TILE_INPUTS
         rows = -(-self._outputs // _TILE_OUTPUTS) * _TILE_OUTPUTS
         self._packed = weight.new_zeros(rows * self._padded)
         self._kernel = kernels.linear
-        self._kind = kernels.linear_kind
+        self._kind = kind
         self._threads = torch.get_num_threads()
         weight = weight.contiguous()
         kernels.linear_pack(weight.data_ptr(), self._packed.data_ptr(), self._outputs, self._inputs)
@@ -101,7 +107,7 @@ class NativeWeight:
         kernels = kernels_for(weight.dtype, weight.device)
         if kernels is None or kernels.linear_kind == 0 or weight.dtype != torch.bfloat16:
             return None
-        return cls(kernels, weight)
+        return cls(kernels, weight, kernels.linear_kind)
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``x @ weight.T + bias``, [N, outputs] of ``x`` [N, inputs]; each row alone, whatever the others are."""
