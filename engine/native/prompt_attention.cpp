@@ -30,7 +30,7 @@ struct alignas(64) TileConfig {
 
 struct Context {
     bf16* k;  // [padded, dim]
-    bf16* v;  // [dim, padded]
+    bf16* v;  // [padded / 32, dim, 32]: a tile is one run of memory
     int64_t length, padded, dim;
 };
 
@@ -59,9 +59,9 @@ void gather(const Context& to, const bf16* k_cache, const bf16* v_cache, const i
             for (int64_t t = 0; t < kStep; t += kRows) {  // sixteen tokens' pairs of elements, then the pairs apart
                 const __m512i pairs = _mm512_i32gather_epi32(lines, &rows[t][i], 1);
                 const __m512i both = _mm512_permutexvar_epi16(apart, pairs);
-                bf16* line = to.v + i * to.padded + first + t;
+                bf16* line = to.v + first * to.dim + i * kStep + t;
                 _mm256_storeu_si256(reinterpret_cast<__m256i*>(line), _mm512_castsi512_si256(both));
-                _mm256_storeu_si256(reinterpret_cast<__m256i*>(line + to.padded), _mm512_extracti64x4_epi64(both, 1));
+                _mm256_storeu_si256(reinterpret_cast<__m256i*>(line + kStep), _mm512_extracti64x4_epi64(both, 1));
             }
     }
 }
@@ -119,8 +119,8 @@ void attend(const Context& context, const bf16* q, int64_t q_stride, int count, 
         _tile_zero(1);
         for (int64_t token = 0; token < tokens; token += kStep) {
             _tile_loadd(6, weights + token * 16, 64);
-            _tile_loadd(4, context.v + i * context.padded + token, context.padded * 2);
-            _tile_loadd(5, context.v + (i + kRows) * context.padded + token, context.padded * 2);
+            _tile_loadd(4, context.v + token * dim + i * kStep, 64);
+            _tile_loadd(5, context.v + token * dim + (i + kRows) * kStep, 64);
             _tile_dpbf16ps(0, 4, 6);
             _tile_dpbf16ps(1, 5, 6);
         }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstring>
+#include <initializer_list>
 
 #include "numbers.h"
 
@@ -61,8 +62,18 @@ inline void store(T* to, Floats values, int count) {
     for (int i = 0; i < count; ++i) to[i] = round_to<T>(values[i]);
 }
 
-// e^x to 2e-7 of its value for x <= 87, 0 below -87; NaN for NaN.
+// e^x to 2e-7 of its value for x <= 87, 0 or nearly below -87; NaN for NaN.
 inline Floats exponential(Floats x) {
+#ifdef __AVX512F__
+    const __m512 least_x = _mm512_max_ps(_mm512_set1_ps(-104.0f), (__m512)x);  // of a NaN and a number, the second
+    const __m512 whole = _mm512_roundscale_ps(_mm512_mul_ps(least_x, _mm512_set1_ps(1.44269504089f)), 8);
+    __m512 rest = _mm512_fnmadd_ps(whole, _mm512_set1_ps(0.693359375f), least_x);
+    rest = _mm512_fmadd_ps(whole, _mm512_set1_ps(2.12194440e-4f), rest);
+    __m512 power = _mm512_fmadd_ps(_mm512_set1_ps(1.0f / 5040), rest, _mm512_set1_ps(1.0f / 720));
+    for (const float term : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
+        power = _mm512_fmadd_ps(power, rest, _mm512_set1_ps(term));
+    return (Floats)_mm512_scalef_ps(power, whole);
+#else
     const Floats low = x < -87.0f ? all(-87.0f) : x;
     const Floats n = low * 1.44269504089f + 12582912.0f - 12582912.0f;  // 1.5 * 2^23: rounds to a whole number
     const Floats r = (low - n * 0.693359375f) + n * 2.12194440e-4f;
@@ -79,6 +90,7 @@ inline Floats exponential(Floats x) {
     Floats power;
     memcpy(&power, &bits, sizeof power);
     return x < -87.0f ? Floats{} : sum * power;
+#endif
 }
 
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }

@@ -143,6 +143,26 @@ def test_what_a_sequence_gets_does_not_depend_on_the_others(tmp_path: Path) -> N
     assert torch.equal(together, torch.cat([runner.logits([chunk]) for chunk in decodes]))
 
 
+@needs_kernels
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_threads_share_the_work_and_change_nothing(dtype: str, tmp_path: Path) -> None:
+    tiny_model(tmp_path, num_attention_heads=8, num_key_value_heads=2, head_dim=32, dtype=dtype)
+    before, answers = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            runner = ModelRunner.load(EngineConfig(model=str(tmp_path), dtype=dtype, num_blocks=64, threads=threads))
+            steps = [
+                [Chunk(list(range(90)), 0, list(range(1, 8)), GREEDY), Chunk([5, 6, 7], 0, [9, 10], GREEDY)],
+                [Chunk([11], 90, list(range(1, 8)), GREEDY), Chunk([12], 3, [9, 10], GREEDY)],
+            ]
+            answers.append(torch.cat([runner.logits(chunks) for chunks in steps]))
+    finally:
+        torch.set_num_threads(before)
+    if dtype == "bfloat16" and KERNELS.linear_kind:
+        assert torch.equal(*answers)
+    torch.testing.assert_close(*answers, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_without_a_compiler_torch_gives_the_same(dtype: str, tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model", num_attention_heads=6, num_key_value_heads=2, hidden_size=96, dtype=dtype)
