@@ -162,9 +162,8 @@ def main() -> None:
     weights = per_layer * config.num_layers
 
     rows = []
-    print(
-        f"{options.threads} thread(s), {runner.layout.dtype}, {'CPU time' if options.cpu_time else 'time'}, medians of {options.runs} in turn\n"
-    )
+    clock_name = "CPU time" if options.cpu_time else "time"
+    print(f"{options.threads} thread(s), {runner.layout.dtype}, {clock_name}, medians of {options.runs} in turn\n")
     print("| step | ms | floor ms | fraction | transformers ms | ratio |\n|---|---|---|---|---|---|")
 
     def line(name: str, ours: float, floor: float, theirs: float) -> None:

@@ -34,15 +34,13 @@ void attend_run(const Floats* q, const T* k, const T* v, int tokens, int dim, in
         float scores[kLanes];
         sum_lines(lines[g], scores);
         for (int t = tokens; t < kLanes; ++t) scores[t] = -INFINITY;
-        float highest = running[g].highest;
-        for (int t = 0; t < kLanes; ++t) highest = scores[t] > highest ? scores[t] : highest;
-        const Floats raised = exponential(load(scores) - highest);
+        const Floats row = load(scores);
+        const float most = highest_of(row), before = running[g].highest;
+        const float highest = most > before ? most : before;
+        const Floats raised = exponential(row - highest);
         store(weights[g], raised);
-        float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-        for (int t = 0; t < kLanes; ++t) sum += weights[g][t];
-        rescale[g] = std::exp(running[g].highest - highest);
-        running[g].sum = running[g].sum * rescale[g] + sum;
+        rescale[g] = highest == before ? 1.0f : std::exp(before - highest);
+        running[g].sum = running[g].sum * rescale[g] + sum_of(raised);
         running[g].highest = highest;
     }
     for (int c = 0; c < chunks; ++c) {

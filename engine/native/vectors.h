@@ -95,6 +95,26 @@ inline Floats exponential(Floats x) {
 
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
+inline float highest_of(Floats values) {
+#ifdef __AVX512F__
+    return _mm512_reduce_max_ps((__m512)values);
+#else
+    float highest = values[0];
+    for (int i = 1; i < kLanes; ++i) highest = values[i] > highest ? values[i] : highest;
+    return highest;
+#endif
+}
+
+inline float sum_of(Floats values) {
+#ifdef __AVX512F__
+    return _mm512_reduce_add_ps((__m512)values);
+#else
+    float sum = 0.0f;
+    for (int i = 0; i < kLanes; ++i) sum += values[i];
+    return sum;
+#endif
+}
+
 // The sums of sixteen lines of sixteen floats.
 inline void sum_lines(const Floats* lines, float* sums) {
 #ifdef __AVX512F__
