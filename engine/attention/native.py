@@ -83,7 +83,7 @@ class NativePlan(AttentionPlan):
         self._tiled = [Tiled(batch, row) for row in chunks.tolist()] if tiled else []
         self._gathered = [] if tiled else prompts(backend.gathering, batch, chunks)
         longest = -(-max((chunk.length for chunk in self._tiled), default=0) // _AMX_STEP) * _AMX_STEP
-        self._work = torch.empty(longest * (2 * backend.head_dim + 48 * backend.threads), dtype=backend.dtype)
+        self._work = torch.empty(longest * 2 * backend.head_dim, dtype=backend.dtype)
 
     def store(self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
         """Write K and V of the step's tokens to their slots."""

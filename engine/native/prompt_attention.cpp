@@ -5,8 +5,6 @@
 // softmax runs down the columns, in vectors of sixteen queries without one horizontal sum. Its result is already what
 // AMX wants as second operand of O^T = V^T P^T.
 
-#include <omp.h>
-
 #include <cmath>
 #include <initializer_list>
 
@@ -18,6 +16,8 @@
 namespace {
 
 constexpr int kRows = 16, kStep = 32;  // of a tile; tokens that one product sums over
+constexpr int kRun = 256;              // tokens whose scores are held at once
+constexpr int kMostElements = 256;     // of a head
 
 struct alignas(64) TileConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -36,7 +36,6 @@ struct Context {
 
 void gather(const Context& to, const bf16* k_cache, const bf16* v_cache, const int32_t* table, int64_t head,
             int64_t block_size, const int64_t* strides) {
-    constexpr int kMostElements = 256;
     alignas(64) bf16 rows[kStep][kMostElements];
     const __m512i apart = _mm512_set_epi16(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1, 30, 28, 26, 24, 22,
                                            20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
@@ -66,66 +65,76 @@ void gather(const Context& to, const bf16* k_cache, const bf16* v_cache, const i
     }
 }
 
-// Sixteen queries of one head, of which `count` are there, the first at position `start`.
-// scores: [padded, 16] floats; weights: [padded / 2, 16, 2].
-void attend(const Context& context, const bf16* q, int64_t q_stride, int count, int64_t start, float scale,
-            float* scores, bf16* weights, bf16* out, int64_t out_stride) {
+// Sixteen queries of one head, of which `count` are there, the first at position `start`. Scores stay in the nearest
+// cache: the softmax is online over runs of tokens.
+void attend(const Context& context, const bf16* q, int64_t q_stride, int count, int64_t start, float scale, bf16* out,
+            int64_t out_stride) {
+    alignas(64) uint32_t packed[kMostElements / kStep][16][16] = {};  // [dim / 32][pair of elements][query]
+    alignas(64) float scores[kRun][16];                               // [token][query]
+    alignas(64) bf16 weights[kRun / 2][16][2];                        // [pair of tokens][query]
+    alignas(64) float turned[kMostElements][16] = {};                 // [dim][query]
     const int64_t dim = context.dim, seen = start + count;
-    const int64_t tokens = (seen + kStep - 1) / kStep * kStep;
-    alignas(64) uint32_t packed[256 / kStep][16][16] = {};  // [dim / 32][pair of elements][query]
     for (int query = 0; query < count; ++query)
         for (int64_t pair = 0; pair < dim / 2; ++pair)
             memcpy(&packed[pair / 16][pair % 16][query], q + query * q_stride + 2 * pair, 4);
-
-    for (int64_t token = 0; token < tokens; token += kStep) {
-        _tile_zero(0);
-        _tile_zero(1);
-        for (int64_t part = 0; part < dim / kStep; ++part) {
-            _tile_loadd(6, packed[part], 64);
-            _tile_loadd(4, context.k + token * dim + part * kStep, dim * 2);
-            _tile_loadd(5, context.k + (token + kRows) * dim + part * kStep, dim * 2);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 5, 6);
-        }
-        _tile_stored(0, scores + token * 16, 64);
-        _tile_stored(1, scores + (token + kRows) * 16, 64);
-    }
-
-    // Query c sees tokens 0 to start + c: the first start + 1 rows are seen by all.
-    Floats highest = all(-INFINITY);
-    for (int64_t token = 0; token < tokens; ++token) {
-        Floats row = load(scores + token * 16);
-        if (token > start) {
-            const auto blind = static_cast<__mmask16>((1u << least(16, token - start)) - 1u);
-            row = (Floats)_mm512_mask_mov_ps((__m512)row, blind, _mm512_set1_ps(-INFINITY));
-            memcpy(scores + token * 16, &row, sizeof row);
-        }
-        highest = larger(row, highest);
-    }
-    Floats sums = {};
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
                                            5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    for (int64_t token = 0; token < tokens; token += 2) {
-        const Floats even = exponential((load(scores + token * 16) - highest) * scale);
-        const Floats odd = exponential((load(scores + token * 16 + 16) - highest) * scale);
-        const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
-        _mm512_storeu_si512(weights + token * 16, _mm512_permutexvar_epi16(order, both));
-        sums += even + odd;
-    }
+    Floats sums = {}, highest = all(-INFINITY);
 
-    alignas(64) float turned[256][16];  // [dim][query]
-    for (int64_t i = 0; i < dim; i += 2 * kRows) {
-        _tile_zero(0);
-        _tile_zero(1);
+    for (int64_t first = 0; first < seen; first += kRun) {
+        const int64_t tokens = least(kRun, (seen - first + kStep - 1) / kStep * kStep);
         for (int64_t token = 0; token < tokens; token += kStep) {
-            _tile_loadd(6, weights + token * 16, 64);
-            _tile_loadd(4, context.v + token * dim + i * kStep, 64);
-            _tile_loadd(5, context.v + token * dim + (i + kRows) * kStep, 64);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 5, 6);
+            _tile_zero(0);
+            _tile_zero(1);
+            const bf16* k = context.k + (first + token) * dim;
+            for (int64_t part = 0; part < dim / kStep; ++part) {
+                _tile_loadd(6, packed[part], 64);
+                _tile_loadd(4, k + part * kStep, dim * 2);
+                _tile_loadd(5, k + kRows * dim + part * kStep, dim * 2);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_dpbf16ps(1, 5, 6);
+            }
+            _tile_stored(0, scores[token], 64);
+            _tile_stored(1, scores[token + kRows], 64);
         }
-        _tile_stored(0, turned[i], 64);
-        _tile_stored(1, turned[i + kRows], 64);
+
+        // Query c sees tokens 0 to start + c: the first start + 1 are seen by all.
+        const Floats before = highest;
+        for (int64_t token = 0; token < tokens; ++token) {
+            Floats row = load(scores[token]);
+            if (first + token > start) {
+                const auto blind = static_cast<__mmask16>((1u << least(16, first + token - start)) - 1u);
+                row = (Floats)_mm512_mask_mov_ps((__m512)row, blind, _mm512_set1_ps(-INFINITY));
+                store(scores[token], row);
+            }
+            highest = larger(row, highest);
+        }
+        const Floats rescale = exponential((before - highest) * scale);
+        sums *= rescale;
+        for (int64_t token = 0; token < tokens; token += 2) {
+            const Floats even = exponential((load(scores[token]) - highest) * scale);
+            const Floats odd = exponential((load(scores[token + 1]) - highest) * scale);
+            const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+            _mm512_storeu_si512(weights[token / 2], _mm512_permutexvar_epi16(order, both));
+            sums += even + odd;
+        }
+
+        for (int64_t i = 0; i < dim; i += 2 * kRows) {
+            if (first > 0)
+                for (int64_t row = i; row < i + 2 * kRows; ++row) store(turned[row], load(turned[row]) * rescale);
+            _tile_loadd(0, turned[i], 64);
+            _tile_loadd(1, turned[i + kRows], 64);
+            for (int64_t token = 0; token < tokens; token += kStep) {
+                const bf16* v = context.v + (first + token) * dim + i * kStep;
+                _tile_loadd(6, weights[token / 2], 64);
+                _tile_loadd(4, v, 64);
+                _tile_loadd(5, v + kRows * kStep, 64);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_dpbf16ps(1, 5, 6);
+            }
+            _tile_stored(0, turned[i], 64);
+            _tile_stored(1, turned[i + kRows], 64);
+        }
     }
     for (int query = 0; query < count; ++query)
         for (int64_t i = 0; i < dim; ++i) out[query * out_stride + i] = round_to<bf16>(turned[i][query] / sums[query]);
@@ -135,8 +144,8 @@ void attend(const Context& context, const bf16* q, int64_t q_stride, int count, 
 #endif
 
 // out [count, heads * dim] of q [count, ...] with `q_stride` elements from token to token; q is the last `count` tokens of
-// a sequence of `length`. work: 64-byte aligned, the caller's, 2 * dim * P elements for the context and then, per thread, 3 * 16 * P, P being
-// `length` rounded up to 32. dim: a multiple of 32, at most 256. strides: as kvf_rope_store's.
+// a sequence of `length`. work: the caller's, 64-byte aligned, 2 * dim * P elements, P being `length` rounded up to 32.
+// dim: a multiple of 32, at most 256. strides: as kvf_rope_store's.
 extern "C" void kvf_prompt_attention(const bf16* q, const bf16* k_cache, const bf16* v_cache, const int32_t* table,
                                      bf16* work, bf16* out, int64_t count, int64_t length, int64_t q_stride,
                                      int64_t kv_heads, int64_t group, int64_t dim, int64_t block_size,
@@ -144,7 +153,6 @@ extern "C" void kvf_prompt_attention(const bf16* q, const bf16* k_cache, const b
 #ifdef KVF_AMX
     const int64_t padded = (length + kStep - 1) / kStep * kStep, tiles = (count + 15) / 16;
     const Context context{work, work + dim * padded, length, padded, dim};
-    bf16* const scratch = work + 2 * dim * padded;
     for (int64_t head = 0; head < kv_heads; ++head) {
         gather(context, k_cache, v_cache, table, head, block_size, strides);
 #pragma omp parallel num_threads(threads) if (threads > 1)
@@ -154,10 +162,8 @@ extern "C" void kvf_prompt_attention(const bf16* q, const bf16* k_cache, const b
 #pragma omp for schedule(dynamic)
             for (int64_t task = tiles * group - 1; task >= 0; --task) {
                 const int64_t first = task / group * 16, query_head = head * group + task % group;
-                bf16* mine = scratch + omp_get_thread_num() * 48 * padded;
                 attend(context, q + first * q_stride + query_head * dim, q_stride,
                        static_cast<int>(least(16, count - first)), length - count + first, scale,
-                       reinterpret_cast<float*>(mine), mine + 32 * padded,
                        out + (first * kv_heads * group + query_head) * dim, kv_heads * group * dim);
             }
             _tile_release();

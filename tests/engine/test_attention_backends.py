@@ -110,6 +110,21 @@ def test_backend_equals_reference(
 
 
 @pytest.mark.parametrize("name", ["sdpa", native])
+@pytest.mark.parametrize(("start", "count"), [(0, 300), (600, 40), (1023, 1), (240, 16)])
+def test_long_contexts(name: str, start: int, count: int) -> None:
+    layout = KVLayout(num_layers=1, kv_heads=1, head_dim=64, block_size=16, dtype="bfloat16")
+    cache = KVCache(layout, NUM_BLOCKS)
+    generator = torch.Generator().manual_seed(start)
+    cache.tensor.copy_(torch.randn(cache.tensor.shape, generator=generator))
+    q = (3.0 * torch.randn(count, 3, 64, generator=generator)).bfloat16()  # sharp, so that the highest score moves
+    outs = [
+        create_backend(backend, layout, CPU).plan(scattered([(start, count)], 16, 1)).forward(q, *cache.layer(0), 0.125)
+        for backend in ("reference", name)
+    ]
+    torch.testing.assert_close(outs[1].float(), outs[0].float(), rtol=2.0**-7, atol=2.0**-6)
+
+
+@pytest.mark.parametrize("name", ["sdpa", native])
 def test_a_nan_in_the_context_is_not_hidden(name: str) -> None:
     layout = KVLayout(num_layers=1, kv_heads=1, head_dim=32, block_size=4, dtype="bfloat16")
     for count in (1, 7):
