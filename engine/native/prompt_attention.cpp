@@ -65,6 +65,16 @@ void gather(const Context& to, const bf16* k_cache, const bf16* v_cache, const i
     }
 }
 
+// 2^x for x <= 0 to 5e-5 of its value: its use is to be rounded to bfloat16, which loses forty times that. NaN for NaN.
+inline Floats power_of_two(Floats x) {
+    const __m512 low = _mm512_max_ps(_mm512_set1_ps(-150.0f), (__m512)x);
+    const __m512 whole = _mm512_roundscale_ps(low, 8), rest = _mm512_sub_ps(low, whole);
+    __m512 power = _mm512_set1_ps(0.0096181291f);
+    for (const float term : {0.0555041087f, 0.2402265070f, 0.6931471806f, 1.0f})
+        power = _mm512_fmadd_ps(power, rest, _mm512_set1_ps(term));
+    return (Floats)_mm512_scalef_ps(power, whole);
+}
+
 // Sixteen queries of one head, of which `count` are there, the first at position `start`. Scores stay in the nearest
 // cache: the softmax is online over runs of tokens.
 void attend(const Context& context, const bf16* q, int64_t q_stride, int count, int64_t start, float scale, bf16* out,
@@ -80,6 +90,7 @@ void attend(const Context& context, const bf16* q, int64_t q_stride, int count, 
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
                                            5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     Floats sums = {}, highest = all(-INFINITY);
+    const float base = scale * 1.44269504089f;  // e^(scale * x) is 2^(base * x)
 
     for (int64_t first = 0; first < seen; first += kRun) {
         const int64_t tokens = least(kRun, (seen - first + kStep - 1) / kStep * kStep);
@@ -109,11 +120,12 @@ void attend(const Context& context, const bf16* q, int64_t q_stride, int count, 
             }
             highest = larger(row, highest);
         }
-        const Floats rescale = exponential((before - highest) * scale);
+        const Floats rescale = power_of_two((before - highest) * base);
         sums *= rescale;
+        const Floats shift = highest * base;
         for (int64_t token = 0; token < tokens; token += 2) {
-            const Floats even = exponential((load(scores[token]) - highest) * scale);
-            const Floats odd = exponential((load(scores[token + 1]) - highest) * scale);
+            const Floats even = power_of_two(load(scores[token]) * base - shift);
+            const Floats odd = power_of_two(load(scores[token + 1]) * base - shift);
             const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
             _mm512_storeu_si512(weights[token / 2], _mm512_permutexvar_epi16(order, both));
             sums += even + odd;
