@@ -27,7 +27,7 @@ class EngineConfig:
         max_model_len: prompt plus output tokens of one sequence at most; None is what model and pool allow.
         max_batch_tokens: prompt tokens that one step computes at most.
         max_sequences: sequences in one step at most.
-        attention: a registered attention backend; ``auto`` fits the device.
+        attention: a registered attention backend; ``auto`` fits the device and what can be built on it.
         threads: CPU threads of the forward pass; None leaves torch's own choice.
         prefix_cache: whether full blocks are kept for later requests with the same prefix.
 

@@ -47,10 +47,11 @@ class KVCache:
                 f"cannot allocate num_blocks {num_blocks}, {layout.pool_bytes(num_blocks)} bytes on {device}: {error}"
             ) from error
 
+        self._layers = [(self.tensor[:, index, 0], self.tensor[:, index, 1]) for index in range(layout.num_layers)]
+
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of one layer: strided views ``[num_blocks, *layout.inner_shape()]``."""
-        both = self.tensor[:, index]
-        return both[:, 0], both[:, 1]
+        return self._layers[index]
 
     def memory(self) -> memoryview:
         """The whole pool as writable bytes; valid as long as the view lives.

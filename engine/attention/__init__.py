@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from protocol.layout import KVLayout
 
 _BACKENDS = {
+    "native": "engine.attention.native:NativeAttention",
     "reference": "engine.attention.reference:ReferenceAttention",
     "sdpa": "engine.attention.sdpa:SDPAttention",
     "triton": "engine.attention.triton:TritonAttention",
@@ -21,13 +22,13 @@ _BACKENDS = {
 
 
 def create_backend(name: str, layout: KVLayout, device: torch.device) -> AttentionBackend:
-    """The backend called ``name``; ``auto`` is triton on CUDA where it serves the model, and sdpa elsewhere.
+    """The backend called ``name``; ``auto`` is triton on CUDA and native on a CPU where they serve, and sdpa elsewhere.
 
     Raises:
         ConfigError: no backend has this name, or it does not serve ``layout`` or ``device``.
     """
     if name == "auto":
-        name = "triton" if device.type == "cuda" and _in_triton(layout) else "sdpa"
+        name = _automatic(layout, device)
     path = _BACKENDS.get(name)
     if path is None:
         raise ConfigError(f"attention must be auto, {', '.join(sorted(_BACKENDS))}, got {name!r}", field="attention")
@@ -38,6 +39,7 @@ def create_backend(name: str, layout: KVLayout, device: torch.device) -> Attenti
     return backend(layout, device)
 
 
-def _in_triton(layout: KVLayout) -> bool:
-    head_dims: tuple[int, ...] = import_module("engine.kernels.operands").HEAD_DIMS
-    return layout.head_dim in head_dims
+def _automatic(layout: KVLayout, device: torch.device) -> str:
+    if device.type == "cuda":
+        return "triton" if layout.head_dim in import_module("engine.kernels.operands").HEAD_DIMS else "sdpa"
+    return "native" if import_module("engine.attention.native").serves(layout, device) else "sdpa"

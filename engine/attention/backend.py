@@ -11,11 +11,22 @@ import torch
 
 from engine.batch import FlatBatch
 from engine.kv_cache import TORCH_DTYPES
+from engine.models.rope import rotate
 from protocol.layout import KVLayout, Order
+
+Angles = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines of a step's tokens, as :meth:`engine.models.rope.RotaryTable.at` gives them."""
 
 
 class AttentionPlan(ABC):
-    """One step's attention: the indices and masks that all layers share."""
+    """One step's attention: the indices and masks that all layers share.
+
+    Args:
+        order: of the cache's blocks.
+    """
+
+    def __init__(self, order: Order) -> None:
+        self.order: Order = order
 
     @abstractmethod
     def store(self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
@@ -27,6 +38,20 @@ class AttentionPlan(ABC):
             k_cache: [num_blocks, *inner], strided, as :meth:`engine.kv_cache.KVCache.layer` gives it.
             v_cache: like ``k_cache``.
         """
+
+    def rotate_and_store(
+        self, qkv: torch.Tensor, angles: Angles, k_cache: torch.Tensor, v_cache: torch.Tensor
+    ) -> torch.Tensor:
+        """Turn q and k of ``qkv`` [T, Hq + 2 * Hkv, D] by ``angles`` and :meth:`store` k and v; the caller's no more.
+
+        Returns:
+            q [T, Hq, D], turned; maybe strided.
+        """
+        kv_heads = by_token(k_cache, self.order).shape[2]
+        heads = qkv.shape[1] - 2 * kv_heads
+        turned = rotate(qkv[:, : heads + kv_heads], *angles)
+        self.store(turned[:, heads:], qkv[:, heads + kv_heads :], k_cache, v_cache)
+        return turned[:, :heads]
 
     @abstractmethod
     def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float) -> torch.Tensor:
@@ -47,6 +72,7 @@ class AttentionBackend(ABC):
     def __init__(self, layout: KVLayout, device: torch.device) -> None:
         self.order: Order = layout.order
         self.block_size = layout.block_size
+        self.kv_heads = layout.kv_heads
         self.dtype = TORCH_DTYPES[layout.dtype]
         self.device = device
 
@@ -58,3 +84,12 @@ class AttentionBackend(ABC):
 def by_token(cache: torch.Tensor, order: Order) -> torch.Tensor:
     """A layer's cache as ``[num_blocks, block_size, kv_heads, head_dim]``, whatever its order; a view."""
     return cache if order == "NHD" else cache.transpose(1, 2)
+
+
+def store_by_slot(
+    slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, order: Order
+) -> None:
+    """Write ``k`` and ``v`` [T, Hkv, D] to ``slots`` [T] with torch's own operations."""
+    for values, cache in ((k, k_cache), (v, v_cache)):
+        tokens = by_token(cache, order)
+        tokens.index_put_((slots // tokens.shape[1], slots % tokens.shape[1]), values)

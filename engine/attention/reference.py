@@ -19,15 +19,15 @@ class ReferenceAttention(AttentionBackend):
 
 class _ReferencePlan(AttentionPlan):
     def __init__(self, batch: FlatBatch, order: Order, block_size: int) -> None:
+        super().__init__(order)
         self._batch = batch
-        self._order: Order = order
         self._block_size = block_size
 
     def store(self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
         for token, slot in enumerate(self._batch.slot_mapping.tolist()):
             block, offset = divmod(slot, self._block_size)
-            by_token(k_cache, self._order)[block, offset] = k[token]
-            by_token(v_cache, self._order)[block, offset] = v[token]
+            by_token(k_cache, self.order)[block, offset] = k[token]
+            by_token(v_cache, self.order)[block, offset] = v[token]
 
     def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float) -> torch.Tensor:
         out = torch.empty_like(q)
@@ -46,4 +46,4 @@ class _ReferencePlan(AttentionPlan):
     def _context(self, cache: torch.Tensor, row: int, length: int) -> torch.Tensor:
         """K or V of the first ``length`` tokens of a sequence: float64 [length, kv_heads, head_dim]."""
         blocks = self._batch.block_table[row, : -(-length // self._block_size)].tolist()
-        return torch.cat([by_token(cache, self._order)[block] for block in blocks])[:length].double()
+        return torch.cat([by_token(cache, self.order)[block] for block in blocks])[:length].double()

@@ -46,7 +46,7 @@ class SDPAPlan(AttentionPlan):
     def __init__(
         self, backend: SDPAttention, slots: torch.Tensor, decodes: list[Decodes], prompts: list[Prompt]
     ) -> None:
-        self._order: Order = backend.order
+        super().__init__(backend.order)
         self._blocks = slots // backend.block_size
         self._offsets = slots % backend.block_size
         self._decodes = decodes
@@ -54,8 +54,8 @@ class SDPAPlan(AttentionPlan):
 
     def store(self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
         """Write K and V of the step's tokens to their slots."""
-        by_token(k_cache, self._order).index_put_((self._blocks, self._offsets), k)
-        by_token(v_cache, self._order).index_put_((self._blocks, self._offsets), v)
+        by_token(k_cache, self.order).index_put_((self._blocks, self._offsets), k)
+        by_token(v_cache, self.order).index_put_((self._blocks, self._offsets), v)
 
     def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float) -> torch.Tensor:
         """Causal attention of ``q`` [T, Hq, D]: [T, Hq, D]."""

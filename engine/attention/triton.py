@@ -49,7 +49,7 @@ class TritonPlan(AttentionPlan):
         rows: np.ndarray[tuple[int], np.dtype[np.intp]],
         chunks: list[Prompt],
     ) -> None:
-        self._order: Order = order
+        super().__init__(order)
         self._slots = torch.from_numpy(batch.slot_mapping).to(device)
         self._tokens = torch.from_numpy(batch.query_start_loc[rows]).to(device)
         self._block_tables = torch.from_numpy(batch.block_table[rows]).to(device)
@@ -58,14 +58,14 @@ class TritonPlan(AttentionPlan):
 
     def store(self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
         """Write K and V of the step's tokens to their slots."""
-        store_kv(k, v, k_cache, v_cache, self._slots, self._order)
+        store_kv(k, v, k_cache, v_cache, self._slots, self.order)
 
     def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float) -> torch.Tensor:
         """Causal attention of ``q`` [T, Hq, D]: [T, Hq, D]."""
         out = q.new_empty(q.shape)
         if self._tokens.numel():
             out[self._tokens] = paged_decode(
-                q[self._tokens], k_cache, v_cache, self._block_tables, self._seq_lens, scale, self._order
+                q[self._tokens], k_cache, v_cache, self._block_tables, self._seq_lens, scale, self.order
             )
         for prompt in self._prompts:
             out[prompt.tokens] = prompt.attend(q[prompt.tokens], k_cache, v_cache, scale)

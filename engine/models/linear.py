@@ -7,6 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
+from engine.native.library import Kernels, kernels_for
+
+_TILE_OUTPUTS, _TILE_INPUTS = 16, 32
+"""Outputs and inputs of a tile of our own kernel's weights."""
 _ROWS_HINT = 8
 """Rows of the activations that the packed form is tuned for: a small decode batch."""
 
@@ -21,6 +25,7 @@ class Linear:
         self._weight = torch.empty(outputs, inputs, dtype=dtype, device=device)
         self._bias = torch.empty(outputs, dtype=dtype, device=device) if bias else None
         self._packed: torch.Tensor | None = None
+        self._native: NativeWeight | None = None
 
     def part(self, name: str, rows: slice = slice(None)) -> dict[str, torch.Tensor]:
         """Destinations of checkpoint layer ``name``, which fills ``rows`` of the outputs."""
@@ -45,21 +50,75 @@ class Linear:
         self._weight = weight
 
     def pack(self) -> None:
-        """Reorder the weight for oneDNN, where this build and this CPU can; drops the plain one."""
-        if self._weight.device.type != "cpu":
+        """Reorder the weight for the CPU's matrix units, where there are any that we know; drops the plain one."""
+        weight = self._weight
+        if weight.device.type != "cpu":
             return
+        native = NativeWeight.of(weight)
+        packed = None if native is not None else self._reordered()
+        if native is None and packed is None:
+            return
+        self._native, self._packed = native, packed
+        self._weight = weight.new_empty(0)
+
+    def _reordered(self) -> torch.Tensor | None:
+        """The weight in oneDNN's own order, where this build and this CPU can."""
         try:
-            packed = torch.ops.mkldnn._reorder_linear_weight(self._weight, _ROWS_HINT)
+            packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(self._weight, _ROWS_HINT)
             probe = self._weight.new_zeros(1, self._weight.shape[1])
             torch.ops.mkldnn._linear_pointwise(probe, packed, self._bias, "none", [], "")
         except (AttributeError, RuntimeError):  # a private operation: absent in some builds, refused by some CPUs
-            return
-        self._packed = packed
-        self._weight = torch.empty(0, dtype=self._weight.dtype)
+            return None
+        return packed
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[N, outputs] of ``x`` [N, inputs]."""
+        if self._native is not None:
+            return self._native.product(x, self._bias)
         if self._packed is None:
             return functional.linear(x, self._weight, self._bias)
         result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
         return result
+
+
+class NativeWeight:
+    """A bfloat16 weight in the order of our own kernel; :meth:`of` makes one where that is possible.
+
+    Args:
+        kernels: the built library.
+        weight: [outputs, inputs], bfloat16; copied.
+        kind: which dot products to use, as :attr:`Kernels.linear_kind`; the CPU must have them.
+    """
+
+    def __init__(self, kernels: Kernels, weight: torch.Tensor, kind: int) -> None:
+        self._outputs, self._inputs = weight.shape
+        self._padded = -(-self._inputs // _TILE_INPUTS) * _TILE_INPUTS
+        rows = -(-self._outputs // _TILE_OUTPUTS) * _TILE_OUTPUTS
+        self._packed = weight.new_zeros(rows * self._padded)
+        self._kernel = kernels.linear
+        self._kind = kind
+        self._threads = torch.get_num_threads()
+        weight = weight.contiguous()
+        kernels.linear_pack(weight.data_ptr(), self._packed.data_ptr(), self._outputs, self._inputs)
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> NativeWeight | None:
+        """``weight`` packed, where the CPU has dot products of bfloat16 and the kernels are there."""
+        kernels = kernels_for(weight.dtype, weight.device)
+        if kernels is None or kernels.linear_kind == 0 or weight.dtype != torch.bfloat16:
+            return None
+        return cls(kernels, weight, kernels.linear_kind)
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """``x @ weight.T + bias``, [N, outputs] of ``x`` [N, inputs]; each row alone, whatever the others are."""
+        if self._padded != self._inputs:
+            x = functional.pad(x, (0, self._padded - self._inputs))
+        elif not x.is_contiguous():
+            x = x.contiguous()
+        rows = x.shape[0]
+        out = x.new_empty(rows, self._outputs)
+        self._kernel(
+            *(self._kind, x.data_ptr(), self._packed.data_ptr(), None if bias is None else bias.data_ptr()),
+            *(out.data_ptr(), rows, self._outputs, self._padded, self._threads),
+        )
+        return out

@@ -5,24 +5,26 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from engine.attention.backend import AttentionPlan
+from engine.attention.backend import Angles, AttentionPlan
+from engine.fused import fused_ops
 from engine.kv_cache import KVCache
 from engine.models.config import ModelConfig
 from engine.models.linear import Linear
 from engine.models.model import Model
-from engine.models.rope import RotaryTable, rotate
+from engine.models.rope import RotaryTable
 
 
 class RMSNorm:
-    """Root mean square norm (Zhang and Sennrich, 2019) over the last dimension."""
+    """A norm's weight, and the residual that goes before it."""
 
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
         self.weight = torch.empty(size, dtype=dtype, device=device)
         self._eps = eps
+        self._ops = fused_ops(dtype, device)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Normed ``x``, of its own shape."""
-        return functional.rms_norm(x, self.weight.shape, self.weight, self._eps)
+    def __call__(self, x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
+        """Normed ``x``, of its own shape, once ``delta`` has been added to it in place."""
+        return self._ops.add_rms_norm(x, delta, self.weight, self._eps)
 
 
 class Layer:
@@ -31,6 +33,7 @@ class Layer:
     def __init__(self, config: ModelConfig, index: int, *, dtype: torch.dtype, device: torch.device) -> None:
         self._index = index
         self._config = config
+        self._ops = fused_ops(dtype, device)
         hidden, inner = config.hidden_size, config.intermediate_size
         self._q_size = config.num_heads * config.head_dim
         self._kv_size = config.kv_heads * config.head_dim
@@ -71,22 +74,32 @@ class Layer:
             linear.pack()
 
     def __call__(
-        self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], attention: AttentionPlan, cache: KVCache
+        self,
+        x: torch.Tensor,
+        delta: torch.Tensor | None,
+        angles: Angles,
+        attention: AttentionPlan,
+        cache: KVCache,
     ) -> torch.Tensor:
-        """``x`` [T, hidden] after this layer; K and V of its tokens are in the cache then."""
-        config, tokens = self._config, x.shape[0]
-        qkv = self._qkv(self._input_norm(x))
-        rotated = qkv[:, : self._q_size + self._kv_size].view(tokens, config.num_heads + config.kv_heads, -1)
-        rotated = rotate(rotated, *angles)
-        q, k = rotated[:, : config.num_heads], rotated[:, config.num_heads :]
-        v = qkv[:, self._q_size + self._kv_size :].view(tokens, config.kv_heads, -1)
+        """One layer; K and V of its tokens are in the cache then.
 
+        Args:
+            x: [T, hidden], the residual stream; changed in place.
+            delta: what is still to be added to it: the output of the layer before.
+            angles: of the tokens.
+            attention: of this step.
+            cache: K and V.
+
+        Returns:
+            [T, hidden], what is still to be added to ``x``.
+        """
+        config, tokens = self._config, x.shape[0]
+        qkv = self._qkv(self._input_norm(x, delta)).view(tokens, -1, config.head_dim)
         k_cache, v_cache = cache.layer(self._index)
-        attention.store(k, v, k_cache, v_cache)
+        q = attention.rotate_and_store(qkv, angles, k_cache, v_cache)
         attended = attention.forward(q, k_cache, v_cache, self._scale)
-        x = x + self._output(attended.reshape(tokens, self._q_size))
-        gate, up = self._gate_up(self._mlp_norm(x)).chunk(2, dim=-1)
-        return x + self._down(functional.silu(gate).mul_(up))
+        output = self._output(attended.reshape(tokens, self._q_size))
+        return self._down(self._ops.silu_and_mul(self._gate_up(self._mlp_norm(x, output))))
 
 
 class Llama(Model):
@@ -130,9 +143,10 @@ class Llama(Model):
         """Last hidden states, [T, hidden], before the final norm."""
         x = functional.embedding(token_ids, self._embedding)
         angles = self._rope.at(positions)
+        delta: torch.Tensor | None = None
         for layer in self._layers:
-            x = layer(x, angles, attention, cache)
-        return x
+            delta = layer(x, delta, angles, attention, cache)
+        return x if delta is None else x.add_(delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [N, vocab] of hidden states [N, hidden]."""

@@ -1,4 +1,4 @@
-"""The sdpa backend equals the float64 reference, for any batch."""
+"""The CPU's backends equal the float64 reference, for any batch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from engine.attention import create_backend
 from engine.attention.sdpa import group_by_length
 from engine.batch import BatchLimits, Chunk, FlatBatch, flatten
-from engine.kv_cache import KVCache
+from engine.kv_cache import TORCH_DTYPES, KVCache
+from engine.models.rope import rotate
+from engine.native.library import load
 from protocol.errors import ConfigError
-from protocol.layout import KVLayout, Order
+from protocol.layout import CacheDtype, KVLayout, Order
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 128
@@ -40,30 +42,49 @@ def scattered(shapes: list[tuple[int, int]], block_size: int, seed: int) -> Flat
     return flatten(chunks, BatchLimits(block_size, NUM_BLOCKS, 1, 1 << 20))
 
 
+native = pytest.param("native", marks=pytest.mark.skipif(load() is None, reason="no C++ compiler"))
+TOLERANCE: dict[CacheDtype, float] = {"float32": 1e-5, "bfloat16": 2.0**-7}
+
+
+@pytest.mark.parametrize("name", ["sdpa", native])
 @settings(max_examples=60, deadline=None)
 @given(
     shapes=chunk_shapes(),
-    heads=st.sampled_from([(1, 1), (2, 1), (3, 3), (6, 2), (8, 1)]),
-    block_size=st.sampled_from([4, 8, 16]),
+    heads=st.sampled_from([(1, 1), (2, 1), (3, 3), (6, 2), (8, 1), (9, 3), (14, 2), (18, 1)]),
+    block_size=st.sampled_from([4, 8, 16, 24]),
     order=st.sampled_from(["NHD", "HND"]),
-    head_dim=st.sampled_from([8, 20, 64]),
+    head_dim=st.sampled_from([8, 20, 32, 64, 96]),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
     seed=st.integers(0, 1 << 16),
 )
-def test_sdpa_equals_reference(
-    shapes: list[tuple[int, int]], heads: tuple[int, int], block_size: int, order: Order, head_dim: int, seed: int
+def test_backend_equals_reference(
+    name: str,
+    shapes: list[tuple[int, int]],
+    heads: tuple[int, int],
+    block_size: int,
+    order: Order,
+    head_dim: int,
+    dtype: CacheDtype,
+    seed: int,
 ) -> None:
     query_heads, kv_heads = heads
     batch = scattered(shapes, block_size, seed)
     layout = KVLayout(
-        num_layers=2, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, dtype="float32", order=order
+        num_layers=2, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, dtype=dtype, order=order
     )
     generator = torch.Generator().manual_seed(seed)
-    context = torch.randn(NUM_BLOCKS * block_size, 2, kv_heads, head_dim, generator=generator)
-    q = torch.randn(len(batch.token_ids), query_heads, head_dim, generator=generator)
-    k = torch.randn(len(batch.token_ids), kv_heads, head_dim, generator=generator)
-    v = torch.randn(len(batch.token_ids), kv_heads, head_dim, generator=generator)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(TORCH_DTYPES[dtype])
+
+    context = random(NUM_BLOCKS * block_size, 2, kv_heads, head_dim)
+    tokens = len(batch.token_ids)
+    qkv = random(tokens, query_heads + 2 * kv_heads, head_dim)
+    turns = torch.rand(tokens, 1, head_dim // 2, generator=generator) * 6
+    angles = (turns.cos().to(qkv.dtype), turns.sin().to(qkv.dtype))
+    turned = rotate(qkv[:, : query_heads + kv_heads].float(), *(part.float() for part in angles)).to(qkv.dtype)
     outs, pools = [], []
-    for name in ("reference", "sdpa"):
+    for backend in ("reference", name):
         cache = KVCache(layout, NUM_BLOCKS)
         cache.tensor.fill_(torch.nan)
         k_cache, v_cache = cache.layer(1)
@@ -73,13 +94,47 @@ def test_sdpa_equals_reference(
                 for part, view in enumerate((k_cache, v_cache)):
                     place = (block, offset) if order == "NHD" else (block, slice(None), offset)
                     view[place] = context[block * block_size + offset, part]
-        plan = create_backend(name, layout, CPU).plan(batch)
-        plan.store(k, v, k_cache, v_cache)
-        outs.append(plan.forward(q, k_cache, v_cache, head_dim**-0.5))
-        pools.append(cache.tensor)
-    torch.testing.assert_close(outs[1], outs[0], rtol=1e-5, atol=1e-5)
-    assert torch.equal(pools[0].nan_to_num(7.0), pools[1].nan_to_num(7.0))
+        plan = create_backend(backend, layout, CPU).plan(batch)
+        if backend == "reference":
+            plan.store(turned[:, query_heads:], qkv[:, query_heads + kv_heads :], k_cache, v_cache)
+            q = turned[:, :query_heads]
+        else:
+            q = plan.rotate_and_store(qkv.clone(), angles, k_cache, v_cache)
+        outs.append(plan.forward(q, k_cache, v_cache, head_dim**-0.5).float())
+        pools.append(cache.tensor.float())
+    torch.testing.assert_close(outs[1], outs[0], rtol=TOLERANCE[dtype], atol=3 * TOLERANCE[dtype])
+    torch.testing.assert_close(
+        pools[1], pools[0], rtol=TOLERANCE[dtype], atol=3 * TOLERANCE[dtype], equal_nan=True
+    )  # NaN where nothing was stored, and nowhere else
     assert torch.isnan(pools[1][:, 0]).all()  # the other layer was not touched
+
+
+@pytest.mark.parametrize("name", ["sdpa", native])
+@pytest.mark.parametrize(("start", "count"), [(0, 300), (600, 40), (1023, 1), (240, 16)])
+def test_long_contexts(name: str, start: int, count: int) -> None:
+    layout = KVLayout(num_layers=1, kv_heads=1, head_dim=64, block_size=16, dtype="bfloat16")
+    cache = KVCache(layout, NUM_BLOCKS)
+    generator = torch.Generator().manual_seed(start)
+    cache.tensor.copy_(torch.randn(cache.tensor.shape, generator=generator))
+    q = (3.0 * torch.randn(count, 3, 64, generator=generator)).bfloat16()  # sharp, so that the highest score moves
+    outs = [
+        create_backend(backend, layout, CPU).plan(scattered([(start, count)], 16, 1)).forward(q, *cache.layer(0), 0.125)
+        for backend in ("reference", name)
+    ]
+    torch.testing.assert_close(outs[1].float(), outs[0].float(), rtol=2.0**-7, atol=2.0**-6)
+
+
+@pytest.mark.parametrize("name", ["sdpa", native])
+def test_a_nan_in_the_context_is_not_hidden(name: str) -> None:
+    layout = KVLayout(num_layers=1, kv_heads=1, head_dim=32, block_size=4, dtype="bfloat16")
+    for count in (1, 7):
+        batch = scattered([(5, count)], 4, 0)
+        for poisoned in (0, 1):
+            cache = KVCache(layout, NUM_BLOCKS)
+            cache.layer(0)[poisoned][batch.block_table[0, 0], 1, 0] = torch.nan
+            plan = create_backend(name, layout, CPU).plan(batch)
+            out = plan.forward(torch.ones(count, 2, 32, dtype=torch.bfloat16), *cache.layer(0), 0.1)
+            assert torch.isnan(out[..., 0]).all()
 
 
 @given(lens=st.lists(st.integers(1, 2000), min_size=1, max_size=40))

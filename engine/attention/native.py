@@ -1,0 +1,171 @@
+"""Attention with the C++ kernels: blocks are read where they lie, and rope and the store into them are one pass.
+
+Prompt chunks take the AMX kernel where CPU and model allow it, and go the way of ``sdpa`` where not.
+"""
+
+from __future__ import annotations
+
+from ctypes import Array, c_int64
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.attention.backend import Angles, AttentionBackend, AttentionPlan, by_token, store_by_slot
+from engine.attention.sdpa import SDPAttention, prompts
+from engine.batch import FlatBatch
+from engine.kv_cache import TORCH_DTYPES
+from engine.native.library import DTYPES, kernels_for
+from protocol.errors import ConfigError
+from protocol.layout import KVLayout
+
+MAX_HEAD_DIM = 256
+_AMX = 2
+_AMX_STEP = 32
+"""Elements that one AMX instruction sums over: head_dim must be a multiple, contexts are padded to one."""
+
+
+def serves(layout: KVLayout, device: torch.device) -> bool:
+    """Whether the kernels are there for ``layout`` on ``device``."""
+    return layout.head_dim <= MAX_HEAD_DIM and kernels_for(TORCH_DTYPES[layout.dtype], device) is not None
+
+
+class NativeAttention(AttentionBackend):
+    """Decodes in one call, whatever their lengths.
+
+    Raises:
+        ConfigError: the kernels do not serve this layout, or cannot be built here.
+    """
+
+    def __init__(self, layout: KVLayout, device: torch.device) -> None:
+        super().__init__(layout, device)
+        kernels = kernels_for(self.dtype, device)
+        if kernels is None or not serves(layout, device):
+            raise ConfigError(
+                f"attention 'native' wants a compiler, float32 or bfloat16 on a CPU, and head_dim <= {MAX_HEAD_DIM}; "
+                f"got {layout.dtype} on {str(device)!r} and head_dim {layout.head_dim}",
+                field="attention",
+            )
+        self.kernels = kernels
+        self.head_dim = layout.head_dim
+        self.half = DTYPES.index(self.dtype)
+        self.threads = torch.get_num_threads()
+        self.gathering = SDPAttention(layout, device)
+        self.tiled_prompts = (
+            kernels.linear_kind == _AMX and self.dtype == torch.bfloat16 and layout.head_dim % _AMX_STEP == 0
+        )
+
+        self._strides: Array[c_int64] | None = None
+
+    def plan(self, batch: FlatBatch) -> AttentionPlan:
+        """The plan of one step."""
+        return NativePlan(self, batch)
+
+    def strides(self, cache: torch.Tensor) -> Array[c_int64]:
+        """Elements from block to block, token to token and head to head; one answer, for all layers are laid alike."""
+        if self._strides is None:
+            self._strides = (c_int64 * 3)(*by_token(cache, self.order).stride()[:3])
+        return self._strides
+
+
+class NativePlan(AttentionPlan):
+    """One call for all decodes, and one for each prompt chunk."""
+
+    def __init__(self, backend: NativeAttention, batch: FlatBatch) -> None:
+        super().__init__(backend.order)
+        self._backend = backend
+        counts = np.diff(batch.query_start_loc)
+        rows = np.flatnonzero(counts == 1)
+        chunks = np.flatnonzero(counts > 1)
+        self._slots = np.ascontiguousarray(batch.slot_mapping)
+        self._decodes = Decodes(batch, rows) if len(rows) else None
+        tiled = backend.tiled_prompts
+        self._tiled = [Tiled(batch, row) for row in chunks.tolist()] if tiled else []
+        self._gathered = [] if tiled else prompts(backend.gathering, batch, chunks)
+        longest = -(-max((chunk.length for chunk in self._tiled), default=0) // _AMX_STEP) * _AMX_STEP
+        self._work = torch.empty(longest * 2 * backend.head_dim, dtype=backend.dtype)
+
+    def store(self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+        """Write K and V of the step's tokens to their slots."""
+        store_by_slot(torch.from_numpy(self._slots), k, v, k_cache, v_cache, self.order)
+
+    def rotate_and_store(
+        self, qkv: torch.Tensor, angles: Angles, k_cache: torch.Tensor, v_cache: torch.Tensor
+    ) -> torch.Tensor:
+        """In one pass; q is turned in place."""
+        backend = self._backend
+        tokens, heads, dim = qkv.shape
+        q_heads = heads - 2 * backend.kv_heads
+        cos, sin = angles
+        assert all(part.is_contiguous() for part in (qkv, cos, sin))
+        backend.kernels.rope_store(
+            *(backend.half, qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), self._slots.ctypes.data),
+            *(k_cache.data_ptr(), v_cache.data_ptr(), tokens, q_heads, backend.kv_heads, dim, backend.block_size),
+            *(backend.strides(k_cache), backend.threads),
+        )
+        return qkv[:, :q_heads]
+
+    def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float) -> torch.Tensor:
+        """Causal attention of ``q`` [T, Hq, D]: [T, Hq, D]."""
+        backend = self._backend
+        _, heads, dim = q.shape
+        if q.stride()[1:] != (dim, 1):
+            q = q.contiguous()
+        out = torch.empty(q.shape, dtype=q.dtype)
+        start, k, v, result = q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr()
+        stride, group = q.stride(0), heads // backend.kv_heads
+        shape = (stride, backend.kv_heads, group, dim, backend.block_size, backend.strides(k_cache))
+        if self._decodes is not None:
+            rows, tables, lengths = self._decodes.addresses
+            sizes = (self._decodes.count, self._decodes.width)
+            backend.kernels.paged_decode(
+                backend.half, start, k, v, rows, tables, lengths, result, *sizes, *shape, scale, backend.threads
+            )
+        item = q.element_size()
+        for chunk in self._tiled:
+            backend.kernels.prompt_attention(
+                *(start + chunk.first * stride * item, k, v, chunk.table, self._work.data_ptr()),
+                *(result + chunk.first * heads * dim * item, chunk.count, chunk.length, *shape),
+                *(scale, backend.threads),
+            )
+        for prompt in self._gathered:
+            out[prompt.tokens] = prompt.attend(q[prompt.tokens], k_cache, v_cache, scale)
+        return out
+
+
+class Decodes:
+    """Sequences with one query token each.
+
+    Attributes:
+        count: of them.
+        width: blocks in a row of their table.
+        addresses: of their rows in the batch, their table and their lengths, valid as long as this object is.
+    """
+
+    def __init__(self, batch: FlatBatch, rows: NDArray[np.intp]) -> None:
+        self.count = len(rows)
+        self.width = batch.block_table.shape[1]
+        self._arrays = (
+            np.ascontiguousarray(batch.query_start_loc[rows]),
+            np.ascontiguousarray(batch.block_table[rows]),
+            np.ascontiguousarray(batch.seq_lens[rows]),
+        )
+        self.addresses = tuple(array.ctypes.data for array in self._arrays)
+
+
+class Tiled:
+    """A prompt chunk.
+
+    Attributes:
+        first: its first token in the batch.
+        count: tokens.
+        length: tokens of its sequence, up to its last.
+        table: address of its block table, valid as long as this object is.
+    """
+
+    def __init__(self, batch: FlatBatch, row: int) -> None:
+        self.first, end = batch.query_start_loc[row : row + 2].tolist()
+        self.count = end - self.first
+        self.length = int(batch.seq_lens[row])
+        self._table = np.ascontiguousarray(batch.block_table[row])
+        self.table = self._table.ctypes.data

@@ -1,0 +1,79 @@
+"""The built kernels, loaded with ctypes: a call with raw pointers costs a microsecond, a dispatcher's several.
+
+Life cycle: :func:`load` once per process, from then on the same answer. Callers check shapes and types; the kernels
+check nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+from pathlib import Path
+
+import platformdirs
+import torch
+
+from engine.native.build import build
+
+_SWITCH = "KVFERRY_NATIVE"
+"""Environment variable; ``0`` leaves everything to torch."""
+_POINTER, _INT, _SIZE, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+_SIGNATURES: dict[str, tuple[type, ...]] = {
+    "kvf_linear_kind": (),
+    "kvf_linear_pack": (*(_POINTER,) * 2, *(_SIZE,) * 2),
+    "kvf_linear": (_INT, *(_POINTER,) * 4, *(_SIZE,) * 3, _INT),
+    "kvf_add_rms_norm": (_INT, *(_POINTER,) * 4, *(_SIZE,) * 2, _FLOAT, _INT),
+    "kvf_silu_and_mul": (_INT, *(_POINTER,) * 2, *(_SIZE,) * 2, _INT),
+    "kvf_rope_store": (_INT, *(_POINTER,) * 6, *(_SIZE,) * 5, _POINTER, _INT),
+    "kvf_paged_decode": (_INT, *(_POINTER,) * 7, *(_SIZE,) * 7, _POINTER, _FLOAT, _INT),
+    "kvf_prompt_attention": (*(_POINTER,) * 6, *(_SIZE,) * 7, _POINTER, _FLOAT, _INT),
+}
+DTYPES = (torch.float32, torch.bfloat16)
+"""Element types that the kernels know."""
+
+
+class Kernels:
+    """The functions of the library; see the sources for what each one does.
+
+    Attributes:
+        linear_kind: the CPU's dot-product units for bfloat16: 0 none, 1 AVX512-BF16, 2 AMX.
+        linear_pack, linear, add_rms_norm, silu_and_mul, rope_store, paged_decode, prompt_attention: as in the sources,
+            without their prefix.
+
+    Raises:
+        OSError: the file is no library that this machine can load.
+        AttributeError: it lacks a function.
+    """
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes = arguments
+            function.restype = _INT if name == "kvf_linear_kind" else None
+        self.linear_pack = library.kvf_linear_pack
+        self.linear = library.kvf_linear
+        self.add_rms_norm = library.kvf_add_rms_norm
+        self.silu_and_mul = library.kvf_silu_and_mul
+        self.rope_store = library.kvf_rope_store
+        self.paged_decode = library.kvf_paged_decode
+        self.prompt_attention = library.kvf_prompt_attention
+        self.linear_kind: int = library.kvf_linear_kind()
+
+
+@cache
+def load() -> Kernels | None:
+    """The kernels; None where they are switched off or cannot be built."""
+    if os.environ.get(_SWITCH) == "0":
+        return None
+    path = build(Path(platformdirs.user_cache_dir("kvferry")) / "native")
+    try:
+        return None if path is None else Kernels(path)
+    except (OSError, AttributeError):
+        return None
+
+
+def kernels_for(dtype: torch.dtype, device: torch.device) -> Kernels | None:
+    """The kernels, where they serve tensors of ``dtype`` on ``device``."""
+    return load() if device.type == "cpu" and dtype in DTYPES else None

@@ -1,0 +1,101 @@
+// What stands between the matrix products of a layer, each in one pass over memory. Sums and products are in float32.
+
+#include <cmath>
+
+#include "vectors.h"
+
+namespace {
+
+template <class T>
+void add_rms_norm(T* x, const T* delta, const T* weight, T* out, int64_t tokens, int64_t size, float eps, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && tokens > 1)
+    for (int64_t token = 0; token < tokens; ++token) {
+        T* row = x + token * size;
+        float sum = 0.0f;
+        if (delta)
+#pragma omp simd
+            for (int64_t i = 0; i < size; ++i) row[i] = round_to<T>(widen(row[i]) + widen(delta[token * size + i]));
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < size; ++i) sum += widen(row[i]) * widen(row[i]);
+        const float factor = 1.0f / std::sqrt(sum / static_cast<float>(size) + eps);
+#pragma omp simd
+        for (int64_t i = 0; i < size; ++i) out[token * size + i] = round_to<T>(widen(row[i]) * factor * widen(weight[i]));
+    }
+}
+
+template <class T>
+void silu_and_mul(const T* gate_up, T* out, int64_t tokens, int64_t size, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && tokens > 1)
+    for (int64_t token = 0; token < tokens; ++token) {
+        const T *gate = gate_up + token * 2 * size, *up = gate + size;
+        for (int64_t i = 0; i < size; i += kLanes) {
+            const int count = static_cast<int>(least(kLanes, size - i));
+            const Floats g = load(gate + i, count);
+            store(out + token * size + i, g / (1.0f + exponential(-larger(g, all(-87.0f)))) * load(up + i, count), count);
+        }
+    }
+}
+
+template <class T>
+inline void rotate(const T* from, T* to, const T* cos, const T* sin, int64_t half) {
+#pragma omp simd
+    for (int64_t i = 0; i < half; ++i) {
+        const float a = widen(from[i]), b = widen(from[half + i]), c = widen(cos[i]), s = widen(sin[i]);
+        to[i] = round_to<T>(a * c - b * s);
+        to[half + i] = round_to<T>(b * c + a * s);
+    }
+}
+
+template <class T>
+void rope_store(T* qkv, const T* cos, const T* sin, const int64_t* slots, T* k_cache, T* v_cache, int64_t tokens,
+                int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size, const int64_t* strides, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && tokens > 1)
+    for (int64_t token = 0; token < tokens; ++token) {
+        T* row = qkv + token * (heads + 2 * kv_heads) * dim;
+        const T *c = cos + token * dim / 2, *s = sin + token * dim / 2;
+        const int64_t place =
+            slots[token] / block_size * strides[0] + slots[token] % block_size * strides[1];
+        for (int64_t head = 0; head < heads; ++head) rotate(row + head * dim, row + head * dim, c, s, dim / 2);
+        row += heads * dim;
+        for (int64_t head = 0; head < kv_heads; ++head) {
+            rotate(row + head * dim, k_cache + place + head * strides[2], c, s, dim / 2);
+            memcpy(v_cache + place + head * strides[2], row + (kv_heads + head) * dim, dim * sizeof(T));
+        }
+    }
+}
+
+}  // namespace
+
+// x += delta (where there is one), then out = x / rms(x) * weight, of [tokens, size].
+extern "C" void kvf_add_rms_norm(int half, void* x, const void* delta, const void* weight, void* out, int64_t tokens,
+                                 int64_t size, float eps, int threads) {
+    if (half)
+        add_rms_norm(static_cast<bf16*>(x), static_cast<const bf16*>(delta), static_cast<const bf16*>(weight),
+                     static_cast<bf16*>(out), tokens, size, eps, threads);
+    else
+        add_rms_norm(static_cast<float*>(x), static_cast<const float*>(delta), static_cast<const float*>(weight),
+                     static_cast<float*>(out), tokens, size, eps, threads);
+}
+
+// out [tokens, size] = silu(first half) * second half, of gate_up [tokens, 2 * size].
+extern "C" void kvf_silu_and_mul(int half, const void* gate_up, void* out, int64_t tokens, int64_t size, int threads) {
+    if (half)
+        silu_and_mul(static_cast<const bf16*>(gate_up), static_cast<bf16*>(out), tokens, size, threads);
+    else
+        silu_and_mul(static_cast<const float*>(gate_up), static_cast<float*>(out), tokens, size, threads);
+}
+
+// Turn q of qkv [tokens, heads + 2 * kv_heads, dim] in place, and k on its way to the cache, where v goes as it is.
+// strides: elements from block to block, token to token and head to head of the cache.
+extern "C" void kvf_rope_store(int half, void* qkv, const void* cos, const void* sin, const int64_t* slots,
+                               void* k_cache, void* v_cache, int64_t tokens, int64_t heads, int64_t kv_heads,
+                               int64_t dim, int64_t block_size, const int64_t* strides, int threads) {
+    if (half)
+        rope_store(static_cast<bf16*>(qkv), static_cast<const bf16*>(cos), static_cast<const bf16*>(sin), slots,
+                   static_cast<bf16*>(k_cache), static_cast<bf16*>(v_cache), tokens, heads, kv_heads, dim, block_size,
+                   strides, threads);
+    else
+        rope_store(static_cast<float*>(qkv), static_cast<const float*>(cos), static_cast<const float*>(sin), slots,
+                   static_cast<float*>(k_cache), static_cast<float*>(v_cache), tokens, heads, kv_heads, dim, block_size,
+                   strides, threads);
+}
