@@ -10,9 +10,12 @@ import time
 from collections.abc import Generator
 
 from kv_transfer.tcp import wire
-from kv_transfer.tcp.steps import Conversation, Cursor, Read, Skip, Step, Write
+from kv_transfer.tcp.steps import Conversation, Cursor, Fill, Inbox, Read, Skip, Step, Write
 from kv_transfer.windows import OpenWindow, Part, WindowBook
 from protocol.errors import ChannelLost, TicketRejected, VersionMismatch
+
+INBOX_BYTES = 76
+"""Holds a head and the tables of some thirty blocks. What it holds of the payload is copied once more, so not larger."""
 
 
 def serve(book: WindowBook, memory: memoryview, timeout: float) -> Conversation:
@@ -27,8 +30,9 @@ def serve(book: WindowBook, memory: memoryview, timeout: float) -> Conversation:
         ChannelLost: it ended.
         ProtocolError: the peer sent something else than the protocol.
     """
-    hello = bytearray(wire.HELLO.size)
-    yield _read(hello, timeout)
+    inbox = Inbox(INBOX_BYTES)
+    yield Fill(inbox, wire.HELLO.size, timeout=timeout)
+    hello = bytes(inbox.take(wire.HELLO.size))
     answer = _write(wire.pack_hello(), timeout)
     try:
         wire.check_hello(hello)
@@ -38,36 +42,32 @@ def serve(book: WindowBook, memory: memoryview, timeout: float) -> Conversation:
         raise
     yield answer
     while True:
-        yield from _frame(book, memory, timeout)
-
-
-def _read(buffer: bytearray, timeout: float | None = None) -> Read:
-    return Read(Cursor([memoryview(buffer)]), timeout=timeout)
+        yield from _frame(inbox, book, memory, timeout)
 
 
 def _write(data: bytes, timeout: float) -> Write:
     return Write(Cursor([memoryview(data)]), timeout=timeout)
 
 
-def _frame(book: WindowBook, memory: memoryview, timeout: float) -> Generator[Step, bool, None]:
-    raw = bytearray(wire.FRAME.size)
-    yield _read(raw)
-    head = wire.parse_head(raw)
+def _frame(inbox: Inbox, book: WindowBook, memory: memoryview, timeout: float) -> Generator[Step, bool, None]:
+    if inbox.held < wire.FRAME.size:
+        yield Fill(inbox, wire.FRAME.size)
+    head = wire.parse_head(inbox.take(wire.FRAME.size))
     unread = head.table_bytes + head.payload
     try:
         window = book.find(head.ticket)
         table = bytearray(head.table_bytes)
-        yield _read(table)
+        yield from _table(inbox, table)
         unread = head.payload
         part = wire.parse_tables(head, table)
         window.admit(part, time.monotonic())
         cursor = Cursor([memory[offset : offset + nbytes] for offset, nbytes in part.targets])
-        yield from _payload(window, part, cursor)
+        yield from _payload(inbox, window, part, cursor)
         unread = cursor.left
         landed = window.complete(part, time.monotonic())
     except TicketRejected as refusal:
         yield _write(wire.pack_answer(head, refusal.message), timeout)
-        yield Skip(unread)
+        yield Skip(unread - inbox.take(unread).nbytes)
         return
     try:
         # The sender waits for this; the report wakes our own event loop and would get in its way.
@@ -77,7 +77,19 @@ def _frame(book: WindowBook, memory: memoryview, timeout: float) -> Generator[St
             window.report(landed)
 
 
-def _payload(window: OpenWindow, part: Part, cursor: Cursor) -> Generator[Step, bool, None]:
+def _table(inbox: Inbox, table: bytearray) -> Generator[Step, bool, None]:
+    cursor = Cursor([memoryview(table)])
+    cursor.put(inbox.take(cursor.left))
+    if cursor.left:
+        yield Read(cursor)
+
+
+def _payload(inbox: Inbox, window: OpenWindow, part: Part, cursor: Cursor) -> Generator[Step, bool, None]:
+    if inbox.held and window.gate.enter():
+        cursor.put(inbox.take(cursor.left))
+        window.gate.leave()
+    if not cursor.left:
+        return
     try:
         yield Read(cursor, gate=window.gate)
     except ChannelLost as error:

@@ -73,6 +73,15 @@ class Cursor:
         self._offset = count
 
 
+    def put(self, data: memoryview) -> None:
+        """Write ``data``, at most ``left`` bytes, into the buffers."""
+        while data:
+            view = self._views[self._index][self._offset :][: data.nbytes]
+            view[:] = data[: view.nbytes]
+            data = data[view.nbytes :]
+            self.advance(view.nbytes)
+
+
 class Step(ABC):
     """One request of a conversation.
 
@@ -121,6 +130,66 @@ class Read(Step):
             raise ChannelLost("the peer closed the connection")
         self.cursor.advance(count)
         return Outcome.AGAIN if self.cursor.left else Outcome.DONE
+
+
+class Inbox:
+    """Room for the first bytes of what comes, so that a head and its tables take one call.
+
+    What is read beyond them is the beginning of the payload, or of the next head; it waits here to be taken.
+    """
+
+    __slots__ = ("_begin", "_end", "_room", "_view")
+
+    def __init__(self, room: int) -> None:
+        self._view = memoryview(bytearray(room))
+        self._room = room
+        self._begin = self._end = 0
+
+    @property
+    def held(self) -> int:
+        """Bytes that wait."""
+        return self._end - self._begin
+
+    def vacant(self) -> memoryview:
+        """Where the next bytes go; at least one if not all of the room is held."""
+        if self._end == self._room and self._begin:
+            held = self.held
+            self._view[:held] = self._view[self._begin : self._end].tobytes()
+            self._begin, self._end = 0, held
+        return self._view[self._end :]
+
+    def filled(self, count: int) -> None:
+        """``count`` bytes of the vacant room have come."""
+        self._end += count
+
+    def take(self, limit: int) -> memoryview:
+        """The next bytes, at most ``limit``; good until the inbox is filled again."""
+        begin = self._begin
+        end = self._begin = min(self._end, begin + limit)
+        if end == self._end:
+            self._begin = self._end = 0
+        return self._view[begin:end]
+
+
+class Fill(Step):
+    """Have at least ``need`` bytes in the inbox."""
+
+    def __init__(self, inbox: Inbox, need: int, *, timeout: float | None = None) -> None:
+        self.inbox = inbox
+        self.need = need
+        self.timeout = timeout
+
+    def perform(self, connection: socket.socket, ready: int) -> Outcome:
+        """See :meth:`Step.perform`."""
+        if self.inbox.held < self.need:
+            try:
+                count = connection.recv_into(self.inbox.vacant())
+            except BlockingIOError:
+                return Outcome.BLOCKED
+            if not count:
+                raise ChannelLost("the peer closed the connection")
+            self.inbox.filled(count)
+        return Outcome.DONE if self.inbox.held >= self.need else Outcome.AGAIN
 
 
 class Skip(Step):

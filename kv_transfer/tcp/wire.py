@@ -98,7 +98,7 @@ def pack_frame(ticket: bytes, part: Part) -> bytes:
     return head + spans + b"".join([BLOCK.pack(*named) for named in part.generations])
 
 
-def parse_head(data: bytes | bytearray) -> FrameHead:
+def parse_head(data: bytes | bytearray | memoryview) -> FrameHead:
     """The head of a frame.
 
     Raises:
