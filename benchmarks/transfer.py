@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import uvloop
+
 from kv_transfer.plan import plan
 from kv_transfer.transport import TransportConfig, Window, make_receiver, make_sender
 from protocol.layout import KVLayout
@@ -145,11 +147,11 @@ def main() -> None:
     parser.add_argument("--receive", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.receive:
-        asyncio.run(receive(arguments.streams))
+        uvloop.run(receive(arguments.streams))
         return
     command = [sys.executable, __file__, "--receive", "--streams", str(arguments.streams)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer:  # noqa: S603
-        asyncio.run(measure(peer, arguments.streams, arguments.seconds))
+        uvloop.run(measure(peer, arguments.streams, arguments.seconds))
 
 
 if __name__ == "__main__":

@@ -126,12 +126,8 @@ class OpenWindow:
     def _checked_blocks(self, part: Part) -> set[int]:
         size = self.window.block_bytes
         named = dict(part.generations)
-        for block, generation in part.generations:
-            granted = self._granted.get(block)
-            if granted is None:
-                raise TicketRejected(f"block {block} is not in the window")
-            if granted != generation:
-                raise TicketRejected(f"block {block} is of generation {granted}, the ship says {generation}")
+        if not named.items() <= self._granted.items():
+            raise self._not_granted(part)
         # The sum first: it bounds what the loop below walks over.
         if len(named) != len(part.generations) or sum(nbytes for _, nbytes in part.targets) != len(named) * size:
             raise TicketRejected(f"the ship's bytes are not the {len(named)} blocks of {size} bytes that it names")
@@ -144,6 +140,15 @@ class OpenWindow:
         if covered != named.keys():
             raise TicketRejected("the ship's targets are not the blocks that it names")
         return covered
+
+    def _not_granted(self, part: Part) -> TicketRejected:
+        for block, generation in part.generations:
+            granted = self._granted.get(block)
+            if granted is None:
+                return TicketRejected(f"block {block} is not in the window")
+            if granted != generation:
+                return TicketRejected(f"block {block} is of generation {granted}, the ship says {generation}")
+        raise AssertionError("every block is granted")
 
 
 class WindowBook:

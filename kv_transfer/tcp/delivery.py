@@ -89,29 +89,30 @@ def split(
     Raises:
         IntegrityMismatch: a span writes a block that is not named, or a block or the ship is too large.
     """
-    blocks = sum(span.nbytes for span in spans) // block_bytes
+    blocks = sum([span.nbytes for span in spans]) // block_bytes
     parts = min(streams, blocks, max(1, blocks * block_bytes // STREAM_BYTES))
     longest = min(-(-blocks // parts), max(1, FRAME_BYTES // block_bytes), wire.MAX_BLOCKS)
     count = -(-blocks // longest)
     if count > wire.MAX_PARTS or block_bytes > wire.MAX_PAYLOAD:
         raise IntegrityMismatch(f"{blocks} blocks of {block_bytes} bytes are too much for one ship", field="spans")
-    pieces = _pieces(spans, longest * block_bytes)
+    pieces = [spans] if count == 1 else _pieces(spans, longest * block_bytes)
     generation_of = dict(generations)
     made: list[tuple[Part, list[tuple[int, int]]]] = []
     for index, piece in enumerate(pieces):
-        named: list[tuple[int, int]] = []
-        for _, target, nbytes in piece:
-            for block in range(target // block_bytes, (target + nbytes) // block_bytes):
-                if block not in generation_of:
-                    raise IntegrityMismatch(f"block {block} is written and not named", field="generations")
-                named.append((block, generation_of[block]))
-        part = Part(ship, index, len(pieces), [(target, nbytes) for _, target, nbytes in piece], named)
-        made.append((part, [(source, nbytes) for source, _, nbytes in piece]))
+        written: list[int] = []
+        for span in piece:
+            written.extend(range(span.target // block_bytes, (span.target + span.nbytes) // block_bytes))
+        try:
+            named = list(zip(written, map(generation_of.__getitem__, written), strict=True))
+        except KeyError as unnamed:
+            raise IntegrityMismatch(f"block {unnamed} is written and not named", field="generations") from None
+        part = Part(ship, index, len(pieces), [(span.target, span.nbytes) for span in piece], named)
+        made.append((part, [(span.source, span.nbytes) for span in piece]))
     return made
 
 
-def _pieces(spans: Sequence[Span], longest: int) -> list[list[tuple[int, int, int]]]:
-    pieces: list[list[tuple[int, int, int]]] = [[]]
+def _pieces(spans: Sequence[Span], longest: int) -> list[list[Span]]:
+    pieces: list[list[Span]] = [[]]
     room = longest
     for span in spans:
         source, target, left = span.source, span.target, span.nbytes
@@ -120,7 +121,7 @@ def _pieces(spans: Sequence[Span], longest: int) -> list[list[tuple[int, int, in
                 pieces.append([])
                 room = longest
             size = min(room, left)
-            pieces[-1].append((source, target, size))
+            pieces[-1].append(Span(source, target, size))
             source += size
             target += size
             left -= size

@@ -172,7 +172,7 @@ class Inbox:
 
 
 class Fill(Step):
-    """Have at least ``need`` bytes in the inbox."""
+    """Have at least ``need`` bytes in the inbox; waits for the socket before it tries it."""
 
     def __init__(self, inbox: Inbox, need: int, *, timeout: float | None = None) -> None:
         self.inbox = inbox
@@ -182,6 +182,8 @@ class Fill(Step):
     def perform(self, connection: socket.socket, ready: int) -> Outcome:
         """See :meth:`Step.perform`."""
         if self.inbox.held < self.need:
+            if not ready:
+                return Outcome.BLOCKED
             try:
                 count = connection.recv_into(self.inbox.vacant())
             except BlockingIOError:

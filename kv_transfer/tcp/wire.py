@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from itertools import starmap
 
 from kv_transfer.windows import Part, Target
 from protocol.errors import MalformedFrame, VersionMismatch
@@ -90,12 +91,11 @@ class FrameHead:
 
 def pack_frame(ticket: bytes, part: Part) -> bytes:
     """Head and tables of a frame; the payload follows as it lies in memory."""
-    payload = sum(nbytes for _, nbytes in part.targets)
+    payload = sum([nbytes for _, nbytes in part.targets])
     head = FRAME.pack(
         FRAME_MAGIC, ticket, part.ship, part.index, part.count, len(part.targets), len(part.generations), payload
     )
-    spans = b"".join([SPAN.pack(*target) for target in part.targets])
-    return head + spans + b"".join([BLOCK.pack(*named) for named in part.generations])
+    return b"".join([head, *starmap(SPAN.pack, part.targets), *starmap(BLOCK.pack, part.generations)])
 
 
 def parse_head(data: bytes | bytearray | memoryview) -> FrameHead:
@@ -130,7 +130,7 @@ def parse_tables(head: FrameHead, data: bytearray) -> Part:
     with memoryview(data) as view:
         targets: list[Target] = list(SPAN.iter_unpack(view[:split]))
         generations: list[tuple[int, int]] = list(BLOCK.iter_unpack(view[split:]))
-    if sum(nbytes for _, nbytes in targets) != head.payload:
+    if sum([nbytes for _, nbytes in targets]) != head.payload:
         raise MalformedFrame(f"payload is {head.payload} bytes, its spans are not", field="payload")
     return Part(head.ship, head.part, head.parts, targets, generations)
 
