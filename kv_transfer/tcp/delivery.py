@@ -11,8 +11,8 @@ from kv_transfer.tcp.steps import Connected, Conversation, Cursor, Read, Write
 from kv_transfer.windows import Part
 from protocol.errors import ChannelLost, IntegrityMismatch, TicketRejected
 
-STREAM_BYTES = 1 << 20
-"""A ship is split between streams only where each gets at least this much."""
+STREAM_BYTES = 4 << 20
+"""A ship is split between streams only where each gets at least this much: two threads at either end cost time too."""
 FRAME_BYTES = 256 << 20
 """Longest payload of one frame, unless one block is longer."""
 

@@ -49,9 +49,7 @@ class Link:
         on_closed: called once, when the socket has been closed.
     """
 
-    def __init__(
-        self, connection: socket.socket, selector: Watch, on_closed: Callable[[Link], None]
-    ) -> None:
+    def __init__(self, connection: socket.socket, selector: Watch, on_closed: Callable[[Link], None]) -> None:
         self._connection = connection
         self._selector = selector
         self._on_closed = on_closed

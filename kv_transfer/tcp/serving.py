@@ -14,8 +14,8 @@ from kv_transfer.tcp.steps import Conversation, Cursor, Fill, Inbox, Read, Skip,
 from kv_transfer.windows import OpenWindow, Part, WindowBook
 from protocol.errors import ChannelLost, TicketRejected, VersionMismatch
 
-INBOX_BYTES = 76
-"""Holds a head and the tables of some thirty blocks. What it holds of the payload is copied once more, so not larger."""
+INBOX_BYTES = 1 << 10
+"""Room for a head and the tables of some thirty blocks. What it takes in of the payload is copied once more."""
 
 
 def serve(book: WindowBook, memory: memoryview, timeout: float) -> Conversation:

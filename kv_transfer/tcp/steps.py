@@ -72,7 +72,6 @@ class Cursor:
             self._index += 1
         self._offset = count
 
-
     def put(self, data: memoryview) -> None:
         """Write ``data``, at most ``left`` bytes, into the buffers."""
         while data:

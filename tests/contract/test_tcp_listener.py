@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from kv_transfer.tcp import wire
 from kv_transfer.tcp.address import parse
+from kv_transfer.tcp.destination import EXPRESS_BYTES
 from kv_transfer.transport import TransportConfig, make_receiver
 from kv_transfer.windows import Part
 from protocol.errors import ChannelLost, ConfigError, MalformedFrame, VersionMismatch
@@ -167,6 +168,36 @@ async def test_connections_are_bounded(harbor, quay) -> None:
         except ChannelLost:
             continue
         await until(lambda: there.landed)
+
+
+@pytest.mark.parametrize("small_first", [True, False])
+async def test_a_full_receiver_is_served_over_the_lane_that_there_is(harbor, quay, small_first: bool) -> None:
+    large = 2 * EXPRESS_BYTES // BLOCK
+    there = harbor("tcp", 2 * large, BLOCK, TransportConfig(max_connections=1))
+    here = quay("tcp", large, BLOCK)
+    ticket = there.open(range(2 * large))
+    sizes = [1, large, 1, large - 2] if small_first else [large, 1, large - 2]
+    first = 0
+    for count in sizes:
+        await here.ship(there.address, ticket, [(index, first + index) for index in range(count)])
+        assert (there.pool[first : first + count] == here.pool[:count]).all()
+        first += count
+
+
+async def test_frames_that_come_without_waiting_are_served_in_turn(harbor) -> None:
+    there = harbor("tcp", 40, BLOCK)
+    ticket = there.open(range(40))
+    parts = [Part(block, 0, 1, [(block * BLOCK, BLOCK)], [(block, GENERATION)]) for block in range(40)]
+    stale = [Part(part.ship + 100, 0, 1, part.targets, [(part.index, GENERATION + 1)]) for part in parts]
+    words = b"".join(
+        wire.pack_frame(ticket, part) + bytes([index + 1]) * BLOCK
+        for index, pair in enumerate(zip(parts, stale, strict=True))
+        for part in pair
+    )
+    await asyncio.to_thread(talk, there.address, HELLO + words)
+    await until(lambda: len(there.landed) == 40)
+    assert (there.pool[:, 0] == range(1, 41)).all()
+    assert (there.pool[:, 0] == there.pool.T).all()
 
 
 async def test_a_receiver_that_came_back_on_its_port_is_found_again(harbor, quay) -> None:

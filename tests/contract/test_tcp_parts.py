@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kv_transfer.span import Span
 from kv_transfer.tcp import delivery, steps, wire
 from kv_transfer.tcp.delivery import split
-from kv_transfer.tcp.steps import Cursor
+from kv_transfer.tcp.steps import Cursor, Inbox
 from kv_transfer.windows import Part
 from protocol.errors import IntegrityMismatch, MalformedFrame
 
@@ -34,6 +34,33 @@ def test_a_cursor_gives_every_byte_once_and_in_order(sizes: list[int], data: st.
             cursor.advance(taken)
     assert moved == whole
     assert not cursor.batch()
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=20), st.binary(max_size=100), st.integers(1, 7))
+def test_bytes_put_into_a_cursor_fill_its_buffers_in_order(sizes: list[int], data: bytes, step: int) -> None:
+    buffers = [bytearray(size) for size in sizes]
+    cursor = Cursor([memoryview(buffer) for buffer in buffers])
+    data = data[: cursor.left]
+    for start in range(0, len(data), step):
+        cursor.put(memoryview(data)[start : start + step])
+    assert b"".join(buffers) == data + bytes(cursor.left)
+    assert cursor.left == sum(sizes) - len(data)
+
+
+@given(st.binary(max_size=200), st.integers(4, 16), st.data())
+def test_an_inbox_gives_back_what_came_in_order(data: bytes, room: int, draw: st.DataObject) -> None:
+    inbox, come, taken = Inbox(room), 0, b""
+    while len(taken) < len(data):
+        if inbox.held < room and come < len(data):
+            vacant = inbox.vacant()
+            assert 1 <= len(vacant) <= room
+            count = draw.draw(st.integers(1, min(len(vacant), len(data) - come)))
+            vacant[:count] = data[come : come + count]
+            inbox.filled(count)
+            come += count
+        taken += inbox.take(draw.draw(st.integers(0, room + 2)))
+        assert inbox.held == come - len(taken)
+    assert taken == data
 
 
 @given(
