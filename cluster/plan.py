@@ -98,8 +98,7 @@ def prefill_config(order: ActorOrder, model: Path, host: str) -> PrefillConfig:
     """What a prefill worker is told; ``host`` is the address that others reach its host at."""
     from prefill_worker.config import PrefillConfig
 
-    transfer = order.config.transfer
-    given = _worker(order, model, host) | {"streams": transfer.streams, "transfer_timeout": transfer.timeout}
+    given = _worker(order, model, host) | {"streams": order.config.transfer.streams}
     with _at("prefill"):
         return PrefillConfig(**_with_limits("prefill.limits", PrefillConfig, given, order.config.prefill.limits))
 
@@ -108,8 +107,7 @@ def decode_config(order: ActorOrder, model: Path, host: str) -> DecodeConfig:
     """What a decode worker is told; ``host`` is the address that others reach its host at."""
     from decode_worker.config import DecodeConfig
 
-    transfer = order.config.transfer
-    given = _worker(order, model, host) | {"transport": transfer.transport, "transfer_timeout": transfer.timeout}
+    given = _worker(order, model, host) | {"transport": order.config.transfer.transport}
     with _at("decode"):
         return DecodeConfig(**_with_limits("decode.limits", DecodeConfig, given, order.config.decode.limits))
 
@@ -145,6 +143,8 @@ def _worker(order: ActorOrder, model: Path, host: str) -> dict[str, Any]:
         "engine": _engine_config(order, model),
         "routers": order.routers,
         "bind_host": host,
+        "transfer_timeout": order.config.transfer.timeout,
+        "transfer_checksum": order.config.transfer.checksum,
     }
 
 

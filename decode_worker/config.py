@@ -21,6 +21,7 @@ class DecodeConfig:
         bind_host: address that prefill workers reach this host at.
         transport: URI scheme of the KV receiver.
         transfer_timeout: seconds without progress after which a connection is given up.
+        transfer_checksum: take no blocks without a checksum.
         max_waiting: requests in the queue for a reservation before new ones are refused.
 
     Raises:
@@ -34,6 +35,7 @@ class DecodeConfig:
     bind_host: str = "127.0.0.1"
     transport: str = "tcp"
     transfer_timeout: float = 10.0
+    transfer_checksum: bool = False
     max_waiting: int = 1024
 
     def __post_init__(self) -> None:

@@ -104,11 +104,13 @@ class TransportConfig:
     """Settings that senders and receivers of all transports share.
 
     Attributes:
-        streams: connections to one destination, and I/O threads of one endpoint.
+        streams: connections to one destination, for small and for large ships each, and I/O threads of one endpoint.
         timeout: seconds without progress after which a peer is given up.
         max_connections: a receiver turns further peers away.
         buffer_bytes: socket buffer that is asked of the kernel. 0 leaves it to the kernel's tuning, which grows it to
             megabytes; a size of one's own ends the tuning and is capped by ``net.core.rmem_max``.
+        checksum: a sender adds a CRC-32 to all it sends. A receiver checks each that comes, and with this set takes
+            nothing without.
 
     Raises:
         ConfigError: a value is out of bounds; names the field and the value.
@@ -118,6 +120,7 @@ class TransportConfig:
     timeout: float = 10.0
     max_connections: int = 1024
     buffer_bytes: int = 0
+    checksum: bool = False
 
     def __post_init__(self) -> None:
         checks = (
@@ -196,7 +199,8 @@ class Sender(ABC):
             TicketRejected: the receiver does not know the ticket, or a block or generation is not the window's;
                 where that is known before the first byte, nothing was written.
             ChannelLost: nobody there, connection lost, no progress for ``timeout`` seconds, aborted, or closed.
-            IntegrityMismatch: the spans lie outside the memory, or are not the named blocks.
+            IntegrityMismatch: the spans lie outside the memory, or are not the named blocks; or the bytes that arrived
+                are not those that were sent, where checksums are on. The ship never lands then.
             VersionMismatch: the receiver speaks another version; names both.
         """
 

@@ -20,6 +20,7 @@ class PrefillConfig:
         bind_host: address that decode workers reach this host at.
         streams: TCP connections per decode worker.
         transfer_timeout: seconds without progress after which a ship fails.
+        transfer_checksum: send a checksum with the blocks.
         max_waiting: prompts in the queue before new ones are refused.
 
     Raises:
@@ -33,6 +34,7 @@ class PrefillConfig:
     bind_host: str = "127.0.0.1"
     streams: int = 2
     transfer_timeout: float = 10.0
+    transfer_checksum: bool = False
     max_waiting: int = 1024
 
     def __post_init__(self) -> None:

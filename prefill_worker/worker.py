@@ -108,7 +108,11 @@ class PrefillWorker:
             send=self._send_to_reader,
             failed=self._lease_failed,
             closed=self._lease_closed,
-            transport=TransportConfig(streams=self.config.streams, timeout=self.config.transfer_timeout),
+            transport=TransportConfig(
+                streams=self.config.streams,
+                timeout=self.config.transfer_timeout,
+                checksum=self.config.transfer_checksum,
+            ),
         )
         self._routers: dict[RequestKey, Peer] = {}
         self.profile = WorkerProfile(

@@ -8,6 +8,7 @@ from kv_transfer.gate import Gate
 from kv_transfer.span import Span
 from kv_transfer.tcp import wire
 from kv_transfer.tcp.steps import Connected, Conversation, Cursor, Read, Write
+from kv_transfer.tcp.wire import Verdict
 from kv_transfer.windows import Part
 from protocol.errors import ChannelLost, IntegrityMismatch, TicketRejected
 
@@ -33,7 +34,9 @@ def greet(timeout: float) -> Conversation:
     return None
 
 
-def deliver(ticket: bytes, part: Part, payload: Sequence[memoryview], gate: Gate, timeout: float) -> Conversation:
+def deliver(
+    ticket: bytes, part: Part, payload: Sequence[memoryview], gate: Gate, timeout: float, *, checksum: bool = False
+) -> Conversation:
     """Send one part and await its answer.
 
     Args:
@@ -42,27 +45,33 @@ def deliver(ticket: bytes, part: Part, payload: Sequence[memoryview], gate: Gate
         payload: its bytes, in the order of the part's targets.
         gate: of the ship; shutting it stops the reading of the payload.
         timeout: seconds without progress.
+        checksum: send a CRC after the payload.
 
     Returns:
-        None, or a TicketRejected that leaves the connection in step.
+        None, or a TicketRejected or IntegrityMismatch that leaves the connection in step.
 
     Raises:
         TicketRejected: refused before all was sent.
         ChannelLost: the ship was stopped.
         MalformedFrame: the answer is none.
     """
-    frame = memoryview(wire.pack_frame(ticket, part))
-    sent = yield Write(Cursor([frame, *payload]), gate=gate, timeout=timeout, heed=True)
+    frame = memoryview(wire.pack_frame(ticket, part, summed=checksum))
+    body = Cursor([frame, *payload], 0 if checksum else None)
+    sent = yield Write(body, gate=gate, timeout=timeout, heed=True)
+    if sent and body.crc is not None:
+        tail = Cursor([memoryview(wire.CRC.pack(body.crc))])
+        sent = yield Write(tail, timeout=timeout, heed=True)
     if not gate.is_open:
         raise ChannelLost("the ship was stopped")
     answer = bytearray(wire.ANSWER.size)
     yield Read(Cursor([memoryview(answer)]), timeout=timeout)
-    refused, length = wire.parse_answer(answer, part)
+    verdict, length = wire.parse_answer(answer, part)
     reason = bytearray(length)
     if length:
         yield Read(Cursor([memoryview(reason)]), timeout=timeout)
-    if refused:
-        refusal = TicketRejected(f"the receiver refused: {reason.decode(errors='replace')}")
+    if verdict is not Verdict.LANDED:
+        refused = TicketRejected if verdict is Verdict.REFUSED else IntegrityMismatch
+        refusal = refused(f"the receiver refused: {reason.decode(errors='replace')}")
         if sent:
             return refusal
         raise refusal

@@ -94,7 +94,14 @@ class Lane:
 
     def _start(self, channel: Channel, parcel: Parcel) -> None:
         channel.parcel = parcel
-        conversation = deliver(parcel.ticket, parcel.part, parcel.payload, parcel.gate, self._config.timeout)
+        conversation = deliver(
+            parcel.ticket,
+            parcel.part,
+            parcel.payload,
+            parcel.gate,
+            self._config.timeout,
+            checksum=self._config.checksum,
+        )
         channel.begin(conversation, partial(self._delivered, channel, parcel))
 
     def _open(self) -> None:

@@ -4,26 +4,28 @@
 
     hello     both ways, once    magic "KVFT", lowest version, highest version, zero
     frame     to the receiver    magic "KVFR", ticket, ship, part, parts, spans, blocks, payload bytes,
-                                 then the span table (target, nbytes), the block table (block, generation), the payload
+                                 then the span table (target, nbytes), the block table (block, generation), the payload;
+                                 with magic "KVFS" then the CRC-32 of the frame from its magic to the payload's end
     answer    to the sender      magic "KVFA", ship, part, verdict, length of the reason, then the reason (UTF-8)
 
 Each frame has one answer. A refusal may come before the payload has gone out; the sender then drops the connection
 or, if it has sent all, goes on with it.
 
-History: 1 -- first version.
+History: 1 -- first version. 2 -- frames with a CRC, and the verdict on it.
 """
 
 from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from enum import IntEnum
 from itertools import starmap
 
 from kv_transfer.windows import Part, Target
 from protocol.errors import MalformedFrame, VersionMismatch
 
-LOWEST_VERSION = 1
-HIGHEST_VERSION = 1
+LOWEST_VERSION = 2
+HIGHEST_VERSION = 2
 MAX_SPANS = 1 << 16
 MAX_BLOCKS = 1 << 16
 MAX_PARTS = 1 << 12
@@ -36,10 +38,20 @@ FRAME = struct.Struct("!4s16sQHHIIQ")
 ANSWER = struct.Struct("!4sQHBB")
 SPAN = struct.Struct("!QQ")
 BLOCK = struct.Struct("!IQ")
+CRC = struct.Struct("!I")
 
 HELLO_MAGIC = b"KVFT"
 FRAME_MAGIC = b"KVFR"
+SUMMED_MAGIC = b"KVFS"
 ANSWER_MAGIC = b"KVFA"
+
+
+class Verdict(IntEnum):
+    """What a receiver answers to a frame."""
+
+    LANDED = 0
+    REFUSED = 1
+    DAMAGED = 2
 
 
 def pack_hello() -> bytes:
@@ -73,6 +85,7 @@ class FrameHead:
         ship, part, parts: which part of which ship.
         spans, blocks: entries of the two tables.
         payload: bytes after the tables.
+        summed: whether a CRC follows the payload.
     """
 
     ticket: bytes
@@ -82,6 +95,12 @@ class FrameHead:
     spans: int
     blocks: int
     payload: int
+    summed: bool = False
+
+    @property
+    def tail_bytes(self) -> int:
+        """Length of what follows the payload."""
+        return CRC.size if self.summed else 0
 
     @property
     def table_bytes(self) -> int:
@@ -89,11 +108,12 @@ class FrameHead:
         return self.spans * SPAN.size + self.blocks * BLOCK.size
 
 
-def pack_frame(ticket: bytes, part: Part) -> bytes:
-    """Head and tables of a frame; the payload follows as it lies in memory."""
+def pack_frame(ticket: bytes, part: Part, *, summed: bool = False) -> bytes:
+    """Head and tables of a frame; the payload follows as it lies in memory, then, if it is ``summed``, the CRC."""
     payload = sum([nbytes for _, nbytes in part.targets])
+    magic = SUMMED_MAGIC if summed else FRAME_MAGIC
     head = FRAME.pack(
-        FRAME_MAGIC, ticket, part.ship, part.index, part.count, len(part.targets), len(part.generations), payload
+        magic, ticket, part.ship, part.index, part.count, len(part.targets), len(part.generations), payload
     )
     return b"".join([head, *starmap(SPAN.pack, part.targets), *starmap(BLOCK.pack, part.generations)])
 
@@ -105,7 +125,7 @@ def parse_head(data: bytes | bytearray | memoryview) -> FrameHead:
         MalformedFrame: it is none, or breaks a bound; names the field and the value.
     """
     magic, ticket, ship, part, parts, spans, blocks, payload = FRAME.unpack(data)
-    if magic != FRAME_MAGIC:
+    if magic not in (FRAME_MAGIC, SUMMED_MAGIC):
         raise MalformedFrame(f"not a frame of the KV transport: it begins with {magic!r}")
     checks = (
         ("parts", parts, 1 <= parts <= MAX_PARTS),
@@ -117,7 +137,7 @@ def parse_head(data: bytes | bytearray | memoryview) -> FrameHead:
     for name, value, valid in checks:
         if not valid:
             raise MalformedFrame(f"{name} is out of bounds: {value}", field=name)
-    return FrameHead(ticket, ship, part, parts, spans, blocks, payload)
+    return FrameHead(ticket, ship, part, parts, spans, blocks, payload, magic == SUMMED_MAGIC)
 
 
 def parse_tables(head: FrameHead, data: bytearray) -> Part:
@@ -135,19 +155,19 @@ def parse_tables(head: FrameHead, data: bytearray) -> Part:
     return Part(head.ship, head.part, head.parts, targets, generations)
 
 
-def pack_answer(head: FrameHead, reason: str | None) -> bytes:
-    """The answer to a frame: landed, or refused for ``reason``."""
-    text = (reason or "").encode()[:MAX_REASON]
-    return ANSWER.pack(ANSWER_MAGIC, head.ship, head.part, reason is not None, len(text)) + text
+def pack_answer(head: FrameHead, verdict: Verdict, reason: str = "") -> bytes:
+    """The answer to a frame; ``reason`` for what has not landed."""
+    text = reason.encode()[:MAX_REASON]
+    return ANSWER.pack(ANSWER_MAGIC, head.ship, head.part, verdict, len(text)) + text
 
 
-def parse_answer(data: bytes | bytearray, part: Part) -> tuple[bool, int]:
-    """``(refused, bytes of reason that follow)``.
+def parse_answer(data: bytes | bytearray, part: Part) -> tuple[Verdict, int]:
+    """``(verdict, bytes of reason that follow)``.
 
     Raises:
         MalformedFrame: it does not answer ``part``.
     """
-    magic, ship, index, refused, length = ANSWER.unpack(data)
-    if magic != ANSWER_MAGIC or (ship, index) != (part.ship, part.index) or refused > 1:
+    magic, ship, index, verdict, length = ANSWER.unpack(data)
+    if magic != ANSWER_MAGIC or (ship, index) != (part.ship, part.index) or verdict > max(Verdict):
         raise MalformedFrame(f"not an answer to part {part.index} of ship {part.ship:x}: {bytes(data)!r}")
-    return bool(refused), length
+    return Verdict(verdict), length
