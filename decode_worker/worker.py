@@ -108,7 +108,11 @@ class DecodeWorker:
         receiver = make_receiver(
             f"{self.config.transport}://{self.config.bind_host}:0",
             runner.cache.memory(),
-            TransportConfig(timeout=self.config.transfer_timeout, checksum=self.config.transfer_checksum),
+            TransportConfig(
+                timeout=self.config.transfer_timeout,
+                checksum=self.config.transfer_checksum,
+                secret=self.config.transfer_secret,
+            ),
         )
         self._peers = PrefillPeers(
             self._context,

@@ -112,6 +112,7 @@ class PrefillWorker:
                 streams=self.config.streams,
                 timeout=self.config.transfer_timeout,
                 checksum=self.config.transfer_checksum,
+                secret=self.config.transfer_secret,
             ),
         )
         self._routers: dict[RequestKey, Peer] = {}

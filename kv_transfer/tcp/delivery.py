@@ -1,4 +1,4 @@
-"""The sender's side of a connection: the hello, and the delivery of one part of a ship."""
+"""The sender's side of a connection: the delivery of one part of a ship."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kv_transfer.gate import Gate
 from kv_transfer.span import Span
 from kv_transfer.tcp import wire
-from kv_transfer.tcp.steps import Connected, Conversation, Cursor, Read, Write
+from kv_transfer.tcp.steps import Conversation, Cursor, Read, Write
 from kv_transfer.tcp.wire import Verdict
 from kv_transfer.windows import Part
 from protocol.errors import ChannelLost, IntegrityMismatch, TicketRejected
@@ -16,22 +16,6 @@ STREAM_BYTES = 4 << 20
 """A ship is split between streams only where each gets at least this much: two threads at either end cost time too."""
 FRAME_BYTES = 256 << 20
 """Longest payload of one frame, unless one block is longer."""
-
-
-def greet(timeout: float) -> Conversation:
-    """Wait for the connection and exchange hellos.
-
-    Raises:
-        ChannelLost: there is no connection.
-        VersionMismatch: no common version.
-        MalformedFrame: something else answers there.
-    """
-    yield Connected(timeout=timeout)
-    yield Write(Cursor([memoryview(wire.pack_hello())]), timeout=timeout)
-    hello = bytearray(wire.HELLO.size)
-    yield Read(Cursor([memoryview(hello)]), timeout=timeout)
-    wire.check_hello(hello)
-    return None
 
 
 def deliver(

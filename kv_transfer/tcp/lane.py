@@ -16,7 +16,8 @@ from functools import partial
 
 from kv_transfer.tcp.address import Endpoint
 from kv_transfer.tcp.channel import Channel, OnGone, Parcel
-from kv_transfer.tcp.delivery import deliver, greet
+from kv_transfer.tcp.delivery import deliver
+from kv_transfer.tcp.handshake import greet
 from kv_transfer.tcp.tuning import tune
 from kv_transfer.transport import TransportConfig
 from protocol.errors import ChannelLost, KVFerryError
@@ -120,7 +121,7 @@ class Lane:
         channel = self._make_channel(self._gone)
         self._channels.add(channel)
         self._opening += 1
-        channel.open(connection, greet(self._config.timeout), partial(self._opened, channel))
+        channel.open(connection, greet(self._config), partial(self._opened, channel))
 
     def _pump_soon(self) -> None:
         # Not at once: a channel of the loop tells what it has done from within its own turn.

@@ -11,11 +11,12 @@ import zlib
 from collections.abc import Generator
 
 from kv_transfer.tcp import wire
+from kv_transfer.tcp.handshake import admit
 from kv_transfer.tcp.steps import Conversation, Cursor, Fill, Inbox, Read, Skip, Step, Write
 from kv_transfer.tcp.wire import FrameHead, Verdict
 from kv_transfer.transport import TransportConfig
 from kv_transfer.windows import OpenWindow, WindowBook
-from protocol.errors import ChannelLost, IntegrityMismatch, TicketRejected, VersionMismatch
+from protocol.errors import ChannelLost, IntegrityMismatch, TicketRejected
 
 INBOX_BYTES = 1 << 10
 """Room for a head and the tables of some thirty blocks. What it takes in of the payload is copied once more."""
@@ -27,23 +28,14 @@ def serve(book: WindowBook, memory: memoryview, config: TransportConfig) -> Conv
     Args:
         book: the receiver's windows.
         memory: what is written.
-        config: timeout is what a new connection has for its hello.
+        config: timeout is what a new connection has for each step of its hello, secret what it must know.
 
     Raises:
         ChannelLost: it ended.
         ProtocolError: the peer sent something else than the protocol.
     """
-    inbox, timeout = Inbox(INBOX_BYTES), config.timeout
-    yield Fill(inbox, wire.HELLO.size, timeout=timeout)
-    hello = bytes(inbox.take(wire.HELLO.size))
-    answer = _write(wire.pack_hello(), timeout)
-    try:
-        wire.check_hello(hello)
-    except VersionMismatch:
-        # The peer shall learn which versions there are before it is turned away.
-        yield answer
-        raise
-    yield answer
+    inbox = Inbox(INBOX_BYTES)
+    yield from admit(inbox, config)
     while True:
         yield from _frame(inbox, book, memory, config)
 
