@@ -75,9 +75,9 @@ class OpenWindow:
         with self._lock:
             if not self.gate.is_open:
                 raise TicketRejected("the window is closed")
-            again = self._taken.intersection(blocks)
-            if again:
-                raise TicketRejected(f"block {min(again)} has been written, or is being written, under this ticket")
+            if not self._taken.isdisjoint(blocks):
+                again = min(self._taken.intersection(blocks))
+                raise TicketRejected(f"block {again} has been written, or is being written, under this ticket")
             progress = self._ships.get(part.ship) or _Progress(part.count, now)
             if progress.broken or progress.count != part.count or part.index in progress.seen:
                 raise TicketRejected(f"part {part.index} of {part.count} does not fit the ship it names")
@@ -129,7 +129,7 @@ class OpenWindow:
         if not named.items() <= self._granted.items():
             raise self._not_granted(part)
         # The sum first: it bounds what the loop below walks over.
-        if len(named) != len(part.generations) or sum(nbytes for _, nbytes in part.targets) != len(named) * size:
+        if len(named) != len(part.generations) or sum([nbytes for _, nbytes in part.targets]) != len(named) * size:
             raise TicketRejected(f"the ship's bytes are not the {len(named)} blocks of {size} bytes that it names")
         covered: set[int] = set()
         for offset, nbytes in part.targets:

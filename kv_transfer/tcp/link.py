@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import selectors
 import socket
 import time
@@ -56,6 +57,8 @@ class Link:
         self._conversation: Conversation | None = None
         self._on_done: OnDone | None = None
         self._step: Step | None = None
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
         self._interest = selectors.EVENT_READ
         self._greeted = False
         self.deadline: float | None = None
@@ -104,10 +107,8 @@ class Link:
 
     def _hung_up(self) -> bool:
         # The peer may have closed an idle connection a moment ago, and the selector not told yet.
-        try:
-            return not self._connection.recv(1, socket.MSG_PEEK)
-        except OSError:
-            return False
+        # Nothing but its end can have come on an idle one.
+        return bool(self._poll.poll(0))
 
     def expire(self, now: float) -> None:
         """Close if the step's time without progress is over."""

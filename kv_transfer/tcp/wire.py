@@ -21,9 +21,9 @@ History: 1 -- first version. 2 -- frames with a CRC, and the verdict on it; chal
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from enum import IntEnum
 from itertools import starmap
+from typing import NamedTuple
 
 from kv_transfer.windows import Part, Target
 from protocol.errors import MalformedFrame, VersionMismatch
@@ -134,8 +134,7 @@ def parse_welcome(data: bytes | bytearray) -> bytes | None:
     return bytes(proof) if accepted else None
 
 
-@dataclass(frozen=True, slots=True)
-class FrameHead:
+class FrameHead(NamedTuple):
     """The fixed part of a frame.
 
     Attributes:
@@ -185,15 +184,14 @@ def parse_head(data: bytes | bytearray | memoryview) -> FrameHead:
     magic, ticket, ship, part, parts, spans, blocks, payload = FRAME.unpack(data)
     if magic not in (FRAME_MAGIC, SUMMED_MAGIC):
         raise MalformedFrame(f"not a frame of the KV transport: it begins with {magic!r}")
-    checks = (
-        ("parts", parts, 1 <= parts <= MAX_PARTS),
-        ("part", part, part < parts),
-        ("spans", spans, 1 <= spans <= MAX_SPANS),
-        ("blocks", blocks, 1 <= blocks <= MAX_BLOCKS),
-        ("payload", payload, 1 <= payload <= MAX_PAYLOAD),
-    )
-    for name, value, valid in checks:
-        if not valid:
+    for name, value, low, high in (
+        ("parts", parts, 1, MAX_PARTS),
+        ("part", part, 0, parts - 1),
+        ("spans", spans, 1, MAX_SPANS),
+        ("blocks", blocks, 1, MAX_BLOCKS),
+        ("payload", payload, 1, MAX_PAYLOAD),
+    ):
+        if not low <= value <= high:
             raise MalformedFrame(f"{name} is out of bounds: {value}", field=name)
     return FrameHead(ticket, ship, part, parts, spans, blocks, payload, magic == SUMMED_MAGIC)
 
