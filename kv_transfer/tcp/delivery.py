@@ -12,7 +12,7 @@ from kv_transfer.tcp.wire import Verdict
 from kv_transfer.windows import Part
 from protocol.errors import ChannelLost, IntegrityMismatch, TicketRejected
 
-STREAM_BYTES = 8 << 20
+STREAM_BYTES = 4 << 20
 """A ship is split between streams only where each gets at least this much: two threads at either end cost time too."""
 FRAME_BYTES = 256 << 20
 """Longest payload of one frame, unless one block is longer."""

@@ -1,6 +1,7 @@
 """A TCP listener that strangers talk to, connections that come and go, and nothing left behind."""
 
 import asyncio
+import queue
 import secrets
 import socket
 import struct
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from kv_transfer.tcp import wire
 from kv_transfer.tcp.address import parse
 from kv_transfer.tcp.destination import EXPRESS_BYTES
-from kv_transfer.transport import TransportConfig, make_receiver
+from kv_transfer.transport import TransportConfig, Window, make_receiver
 from kv_transfer.windows import Part
 from protocol.errors import ChannelLost, ConfigError, MalformedFrame, VersionMismatch
 
@@ -213,6 +214,34 @@ async def test_a_receiver_that_came_back_on_its_port_is_found_again(harbor, quay
         assert (second.pool[2] == here.pool[0]).all()
     finally:
         await second.receiver.close()
+
+
+async def test_an_idle_connection_that_was_closed_a_moment_ago_costs_nothing(harbor, quay) -> None:
+    here, told, stop = quay("tcp", 4, BLOCK), queue.SimpleQueue[tuple[str, bytes]](), threading.Event()
+
+    async def elsewhere() -> None:
+        first = Harbor("tcp", 4, BLOCK)
+        told.put((first.address, first.open([1])))
+        await asyncio.to_thread(stop.wait)
+        await first.receiver.close()
+
+    other = threading.Thread(target=asyncio.run, args=(elsewhere(),))
+    other.start()
+    try:
+        address, ticket = told.get()
+        await here.ship(address, ticket, [(0, 1)])
+    finally:
+        stop.set()
+        # The loop stands still meanwhile, and cannot have seen the end of the connection when the next ship starts.
+        other.join()
+    pool = bytearray(4 * BLOCK)
+    second = make_receiver(address, memoryview(pool))
+    try:
+        second.open(Window(ticket, (2,), (GENERATION,), BLOCK), lambda _: None, lambda *_: None)
+        await here.ship(address, ticket, [(0, 2)])
+        assert pool[2 * BLOCK : 3 * BLOCK] == here.pool[0].tobytes()
+    finally:
+        await second.close()
 
 
 async def test_nothing_is_left_after_a_hundred_cycles() -> None:
