@@ -1,7 +1,8 @@
 """GB/s of the TCP transport against a plain vectored socket loop, two processes on loopback.
 
 Both move the same scattered blocks between the same pools, turn about, so that what else runs on the machine hits
-both alike. Times are medians from the call to the acknowledgement. Usage: ``python benchmarks/transfer.py``.
+both alike. GB/s are of medians from the call to the acknowledgement; *landed* is the median from the call to the
+receiver's callback. Usage: ``python benchmarks/transfer.py``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+
+import uvloop
 
 from kv_transfer.plan import plan
 from kv_transfer.transport import TransportConfig, Window, make_receiver, make_sender
@@ -67,25 +70,28 @@ def serve_plain(listener: socket.socket, pool: memoryview) -> None:
     connection.close()
 
 
-async def receive(streams: int) -> None:
+async def receive(config: TransportConfig) -> None:
     """The receiving process: opens a window for each line on its input, until the input ends."""
     pool = memoryview(bytearray(b"\1") * LAYOUT.pool_bytes(POOL_BLOCKS))
-    receiver = make_receiver("tcp://127.0.0.1:0", pool, TransportConfig(streams=streams))
+    receiver = make_receiver("tcp://127.0.0.1:0", pool, config)
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 20)
     plain = threading.Thread(target=serve_plain, args=(listener, pool))
     plain.start()
     print(json.dumps([receiver.address, listener.getsockname()[1]]), flush=True)
     loop = asyncio.get_running_loop()
-    landed = asyncio.Event()
+    landed: asyncio.Future[float]
     while line := await loop.run_in_executor(None, sys.stdin.readline):
+        if line == "ready?\n":
+            print(flush=True)
+            continue
         ticket, size = json.loads(line)
         blocks = tuple(chosen(size, 2))
-        landed.clear()
+        landed = loop.create_future()
         window = Window(bytes.fromhex(ticket), blocks, (1,) * len(blocks), LAYOUT.block_bytes)
-        receiver.open(window, lambda _: landed.set(), lambda *_: None)
+        receiver.open(window, lambda _, landed=landed: landed.set_result(time.monotonic()), lambda *_: None)
         print(flush=True)
-        await landed.wait()
+        print(await landed, flush=True)
         await receiver.close_window(window.ticket)
     plain.join()
     listener.close()
@@ -102,36 +108,48 @@ def ship_plain(connection: socket.socket, pool: memoryview, size: int) -> float:
     return time.perf_counter() - started
 
 
-async def measure(peer: subprocess.Popen[str], streams: int, seconds: float) -> None:
-    """Interleave both ways over all sizes and print a table."""
+def ask(peer: subprocess.Popen[str], line: str) -> None:
+    """Give the receiving process a line and await its answer."""
     assert peer.stdin is not None
+    assert peer.stdout is not None
+    peer.stdin.write(line + "\n")
+    peer.stdin.flush()
+    peer.stdout.readline()
+
+
+async def measure(peer: subprocess.Popen[str], config: TransportConfig, seconds: float) -> None:
+    """Interleave both ways over all sizes and print a table."""
     assert peer.stdout is not None
     address, port = json.loads(peer.stdout.readline())
     pool = memoryview(bytearray(random.Random(0).randbytes(LAYOUT.pool_bytes(POOL_BLOCKS))))  # noqa: S311
-    sender = make_sender("tcp", pool, TransportConfig(streams=streams))
+    sender = make_sender("tcp", pool, config)
     connection = socket.create_connection(("127.0.0.1", port))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
-    print(f"streams {streams}, blocks of {LAYOUT.block_bytes // KIB} KiB, scattered")
-    print(f"{'KiB':>8} {'rounds':>7} {'kvferry GB/s':>13} {'plain GB/s':>11} {'ratio':>6}")
+    print(f"{config}, blocks of {LAYOUT.block_bytes // KIB} KiB, scattered")
+    print(f"{'KiB':>8} {'rounds':>7} {'kvferry GB/s':>13} {'plain GB/s':>11} {'ratio':>6} {'landed ms':>10}")
     for size in SIZES:
         spans = plan(LAYOUT, chosen(size, 1), LAYOUT, chosen(size, 2))
         named = [(block, 1) for block in chosen(size, 2)]
         ours: list[float] = []
         theirs: list[float] = []
+        landings: list[float] = []
         until = time.monotonic() + seconds / len(SIZES)
         while time.monotonic() < until or len(ours) < 5:
             ticket = secrets.token_bytes(16)
-            peer.stdin.write(json.dumps([ticket.hex(), size]) + "\n")
-            peer.stdin.flush()
-            peer.stdout.readline()
-            started = time.perf_counter()
+            ask(peer, json.dumps([ticket.hex(), size]))
+            # The monotonic clock is one for all processes of a machine.
+            started = time.monotonic()
             await sender.ship(address, ticket, spans, named)
-            ours.append(time.perf_counter() - started)
+            ours.append(time.monotonic() - started)
+            landings.append(float(peer.stdout.readline()) - started)
+            # The same exchange before either: both find the two processes as they are after one.
+            ask(peer, "ready?")
             theirs.append(ship_plain(connection, pool, size))
         mine, other = statistics.median(ours[1:]), statistics.median(theirs[1:])
-        figures = f"{size / mine / 1e9:13.2f} {size / other / 1e9:11.2f} {other / mine:6.2f}"
-        print(f"{size // KIB:8d} {len(ours):7d} {figures}", flush=True)
+        landed = statistics.median(landings[1:]) * 1e3
+        speeds = f"{size / mine / 1e9:13.2f} {size / other / 1e9:11.2f} {other / mine:6.2f}"
+        print(f"{size // KIB:8d} {len(ours):7d} {speeds} {landed:10.2f}", flush=True)
     connection.sendall(bytes(8))
     connection.close()
     await sender.close()
@@ -141,15 +159,17 @@ def main() -> None:
     """Start the receiving process and measure."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=TransportConfig().streams)
+    parser.add_argument("--checksum", action="store_true")
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--receive", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    config = TransportConfig(streams=arguments.streams, checksum=arguments.checksum)
     if arguments.receive:
-        asyncio.run(receive(arguments.streams))
+        uvloop.run(receive(config))
         return
-    command = [sys.executable, __file__, "--receive", "--streams", str(arguments.streams)]
+    command = [sys.executable, __file__, "--receive", *sys.argv[1:]]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer:  # noqa: S603
-        asyncio.run(measure(peer, arguments.streams, arguments.seconds))
+        uvloop.run(measure(peer, config, arguments.seconds))
 
 
 if __name__ == "__main__":

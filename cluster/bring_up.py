@@ -6,6 +6,7 @@ placed, then the workers', and it is up when the router says so. Whatever fails 
 
 from __future__ import annotations
 
+import secrets
 import socket
 import time
 from pathlib import Path
@@ -25,6 +26,7 @@ from cluster.state import ClusterState, NodeState, StateStore
 from protocol.errors import ClusterError, ClusterNotFound, StartFailed
 
 POLL_SECONDS = 0.1
+SECRET_BYTES = 32
 STOP_SECONDS = 15.0
 """What an actor gets to stop in good order before it is killed."""
 
@@ -96,10 +98,13 @@ class _BringUp:
         config = self._config
         router = router_order(config, *_free_ports(config, self._store))
         check_orders([router], self._model)
+        # In the record before any worker has it: whatever joins later must know the same one.
+        secret = secrets.token_hex(SECRET_BYTES)
+        self._record(secret=secret)
         node = self._node()
         with connect(node, config.name) as ray:
             here = "127.0.0.1" if node.owned else ray.util.get_node_ip_address()
-            workers = worker_orders(config, (f"tcp://{here}:{router.hub_port}",))
+            workers = worker_orders(config, (f"tcp://{here}:{router.hub_port}",), secret)
             self._record(
                 actors=tuple(order.name for order in (router, *workers)),
                 url=f"http://{_reachable(config.router.host, here)}:{router.port}",

@@ -130,12 +130,14 @@ class TransferSection(msgspec.Struct, frozen=True, kw_only=True):
         streams: connections per pair of workers.
         lease_ttl: seconds that prefill holds blocks with no sign of their reader.
         timeout: seconds without progress after which a transfer fails.
+        checksum: send a CRC-32 with the blocks, and take none without.
     """
 
     transport: str = "tcp"
     streams: int = 2
     lease_ttl: float = 30.0
     timeout: float = 10.0
+    checksum: bool = False
 
     def __post_init__(self) -> None:
         _check(

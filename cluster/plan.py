@@ -36,6 +36,7 @@ class ActorOrder(msgspec.Struct, frozen=True, kw_only=True):
         port, hub_port: of the router, the same in each of its lives.
         routers: hub endpoint of every router; empty for a router.
         threads: compute threads.
+        secret: what the ends of a KV connection must know.
     """
 
     name: str
@@ -45,6 +46,11 @@ class ActorOrder(msgspec.Struct, frozen=True, kw_only=True):
     hub_port: int = 0
     routers: tuple[str, ...] = ()
     threads: int = 1
+    secret: str = ""
+
+    def __repr__(self) -> str:
+        # Whatever is logged or raised with an order in it must not tell the secret.
+        return f"ActorOrder(name={self.name!r}, role={self.role!r})"
 
     @property
     def cpus(self) -> float:
@@ -66,11 +72,18 @@ def router_order(config: ClusterConfig, port: int, hub_port: int) -> ActorOrder:
     return ActorOrder(name=ROUTER_NAME, role="router", config=config, port=port, hub_port=hub_port)
 
 
-def worker_orders(config: ClusterConfig, routers: tuple[str, ...]) -> list[ActorOrder]:
-    """The orders of all workers, prefill first."""
+def worker_orders(config: ClusterConfig, routers: tuple[str, ...], secret: str = "") -> list[ActorOrder]:
+    """The orders of all workers, prefill first; ``secret`` is one for the whole cluster."""
     roles: tuple[Literal["prefill", "decode"], ...] = ("prefill", "decode")
     return [
-        ActorOrder(name=f"{role}-{index}", role=role, config=config, routers=routers, threads=_threads(config, role))
+        ActorOrder(
+            name=f"{role}-{index}",
+            role=role,
+            config=config,
+            routers=routers,
+            threads=_threads(config, role),
+            secret=secret,
+        )
         for role in roles
         for index in range(config.section(role).replicas)
     ]
@@ -98,8 +111,7 @@ def prefill_config(order: ActorOrder, model: Path, host: str) -> PrefillConfig:
     """What a prefill worker is told; ``host`` is the address that others reach its host at."""
     from prefill_worker.config import PrefillConfig
 
-    transfer = order.config.transfer
-    given = _worker(order, model, host) | {"streams": transfer.streams, "transfer_timeout": transfer.timeout}
+    given = _worker(order, model, host) | {"streams": order.config.transfer.streams}
     with _at("prefill"):
         return PrefillConfig(**_with_limits("prefill.limits", PrefillConfig, given, order.config.prefill.limits))
 
@@ -108,8 +120,7 @@ def decode_config(order: ActorOrder, model: Path, host: str) -> DecodeConfig:
     """What a decode worker is told; ``host`` is the address that others reach its host at."""
     from decode_worker.config import DecodeConfig
 
-    transfer = order.config.transfer
-    given = _worker(order, model, host) | {"transport": transfer.transport, "transfer_timeout": transfer.timeout}
+    given = _worker(order, model, host) | {"transport": order.config.transfer.transport}
     with _at("decode"):
         return DecodeConfig(**_with_limits("decode.limits", DecodeConfig, given, order.config.decode.limits))
 
@@ -145,6 +156,9 @@ def _worker(order: ActorOrder, model: Path, host: str) -> dict[str, Any]:
         "engine": _engine_config(order, model),
         "routers": order.routers,
         "bind_host": host,
+        "transfer_timeout": order.config.transfer.timeout,
+        "transfer_checksum": order.config.transfer.checksum,
+        "transfer_secret": order.secret,
     }
 
 

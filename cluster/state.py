@@ -82,6 +82,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
         hub: the router's hub endpoint.
         model: what clients call the model.
         transport: of the KV blocks.
+        secret: what the ends of a KV connection must know; the file is readable by its owner alone.
         ready: whether it came up.
     """
 
@@ -94,7 +95,12 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     hub: str = ""
     model: str = ""
     transport: str = ""
+    secret: str = ""
     ready: bool = False
+
+    def __repr__(self) -> str:
+        # Whatever is logged or raised with a state in it must not tell the secret.
+        return f"ClusterState(name={self.name!r}, ready={self.ready})"
 
 
 class StateStore:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.config import EngineConfig
 from kv_transfer.transport import SCHEMES
@@ -21,6 +21,8 @@ class DecodeConfig:
         bind_host: address that prefill workers reach this host at.
         transport: URI scheme of the KV receiver.
         transfer_timeout: seconds without progress after which a connection is given up.
+        transfer_checksum: take no blocks without a checksum.
+        transfer_secret: what both ends of a KV connection must know; empty lets everybody in.
         max_waiting: requests in the queue for a reservation before new ones are refused.
 
     Raises:
@@ -34,10 +36,12 @@ class DecodeConfig:
     bind_host: str = "127.0.0.1"
     transport: str = "tcp"
     transfer_timeout: float = 10.0
+    transfer_checksum: bool = False
+    transfer_secret: str = field(default="", repr=False)
     max_waiting: int = 1024
 
     def __post_init__(self) -> None:
-        for field, valid, wanted in (
+        for name, valid, wanted in (
             ("name", bool(self.name), "a non-empty string"),
             ("model_name", bool(self.model_name), "a non-empty string"),
             ("routers", bool(self.routers), "at least one hub endpoint"),
@@ -46,4 +50,4 @@ class DecodeConfig:
             ("max_waiting", self.max_waiting >= 1, "at least 1"),
         ):
             if not valid:
-                raise ConfigError(f"{field} must be {wanted}, got {getattr(self, field)!r}", field=field)
+                raise ConfigError(f"{name} must be {wanted}, got {getattr(self, name)!r}", field=name)

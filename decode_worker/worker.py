@@ -105,7 +105,11 @@ class DecodeWorker:
         receiver = make_receiver(
             f"{self.config.transport}://{self.config.bind_host}:0",
             runner.cache.memory(),
-            TransportConfig(timeout=self.config.transfer_timeout),
+            TransportConfig(
+                timeout=self.config.transfer_timeout,
+                checksum=self.config.transfer_checksum,
+                secret=self.config.transfer_secret,
+            ),
         )
         resources.push_async_callback(receiver.close)
         self._peers = PrefillPeers(

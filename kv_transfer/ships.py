@@ -14,6 +14,7 @@ from kv_transfer.gate import Gate
 from kv_transfer.span import Span
 from protocol.errors import ChannelLost, IntegrityMismatch, TransferError
 
+MAX_NUMBER = (1 << 64) - 1
 MAX_ABORTED = 1 << 16
 """Aborted tickets that are remembered. A ticket is good for one import, so old ones never come again."""
 
@@ -47,10 +48,9 @@ class Ship:
 
     __slots__ = ("_on_stop", "error", "gate", "number", "ticket")
 
-    def __init__(self, ticket: bytes) -> None:
+    def __init__(self, ticket: bytes, number: int) -> None:
         self.ticket = ticket
-        # Random, so that ships of a restarted sender cannot be taken for parts of an old one's.
-        self.number = secrets.randbits(64)
+        self.number = number
         self.gate = Gate()
         self.error: TransferError | None = None
         self._on_stop: Callable[[TransferError], None] | None = None
@@ -85,6 +85,8 @@ class ShipBook:
         self._ships: dict[int, Ship] = {}
         self._aborted: OrderedDict[bytes, None] = OrderedDict()
         self._closed = False
+        # From a random one on, so that ships of a restarted sender cannot be taken for parts of an old one's.
+        self._number = secrets.randbits(64)
 
     def start(self, ticket: bytes) -> Ship:
         """A new ship.
@@ -96,7 +98,8 @@ class ShipBook:
             raise ChannelLost("the sender is closed")
         if ticket in self._aborted:
             raise ChannelLost("the ticket was aborted")
-        ship = Ship(ticket)
+        self._number = (self._number + 1) & MAX_NUMBER
+        ship = Ship(ticket, self._number)
         self._ships[ship.number] = ship
         return ship
 

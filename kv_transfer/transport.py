@@ -24,6 +24,7 @@ from kv_transfer.span import Span
 from protocol.errors import ConfigError, TransferError, UnknownTransport
 
 TICKET_BYTES = 16
+MIN_SECRET = 16
 SCHEMES: Mapping[str, str] = MappingProxyType({"inproc": "kv_transfer.inproc", "tcp": "kv_transfer.tcp"})
 """Module of each scheme. It is imported when first asked for, and has ``receiver`` and ``sender`` functions."""
 
@@ -104,11 +105,14 @@ class TransportConfig:
     """Settings that senders and receivers of all transports share.
 
     Attributes:
-        streams: connections to one destination, and I/O threads of one endpoint.
+        streams: connections to one destination, for small and for large ships each, and I/O threads of one endpoint.
         timeout: seconds without progress after which a peer is given up.
         max_connections: a receiver turns further peers away.
         buffer_bytes: socket buffer that is asked of the kernel. 0 leaves it to the kernel's tuning, which grows it to
             megabytes; a size of one's own ends the tuning and is capped by ``net.core.rmem_max``.
+        checksum: a sender adds a CRC-32 to all it sends. A receiver checks each that comes, and with this set takes
+            nothing without.
+        secret: what both ends of a connection must know; empty lets everybody in.
 
     Raises:
         ConfigError: a value is out of bounds; names the field and the value.
@@ -118,6 +122,8 @@ class TransportConfig:
     timeout: float = 10.0
     max_connections: int = 1024
     buffer_bytes: int = 0
+    checksum: bool = False
+    secret: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         checks = (
@@ -129,6 +135,9 @@ class TransportConfig:
         for name, valid, wanted in checks:
             if not valid:
                 raise ConfigError(f"{name} must be {wanted}, got {getattr(self, name)!r}", field=name)
+        if self.secret and len(self.secret) < MIN_SECRET:
+            # Its value stays out of messages, and so out of logs.
+            raise ConfigError(f"secret must be empty or at least {MIN_SECRET} characters", field="secret")
 
 
 class Receiver(ABC):
@@ -196,8 +205,10 @@ class Sender(ABC):
             TicketRejected: the receiver does not know the ticket, or a block or generation is not the window's;
                 where that is known before the first byte, nothing was written.
             ChannelLost: nobody there, connection lost, no progress for ``timeout`` seconds, aborted, or closed.
-            IntegrityMismatch: the spans lie outside the memory, or are not the named blocks.
+            IntegrityMismatch: the spans lie outside the memory, or are not the named blocks; or the bytes that arrived
+                are not those that were sent, where checksums are on. The ship never lands then.
             VersionMismatch: the receiver speaks another version; names both.
+            AuthenticationFailed: the receiver has another secret, or only one of the two has one.
         """
 
     @abstractmethod

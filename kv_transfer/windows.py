@@ -75,9 +75,9 @@ class OpenWindow:
         with self._lock:
             if not self.gate.is_open:
                 raise TicketRejected("the window is closed")
-            again = self._taken.intersection(blocks)
-            if again:
-                raise TicketRejected(f"block {min(again)} has been written, or is being written, under this ticket")
+            if not self._taken.isdisjoint(blocks):
+                again = min(self._taken.intersection(blocks))
+                raise TicketRejected(f"block {again} has been written, or is being written, under this ticket")
             progress = self._ships.get(part.ship) or _Progress(part.count, now)
             if progress.broken or progress.count != part.count or part.index in progress.seen:
                 raise TicketRejected(f"part {part.index} of {part.count} does not fit the ship it names")
@@ -126,14 +126,10 @@ class OpenWindow:
     def _checked_blocks(self, part: Part) -> set[int]:
         size = self.window.block_bytes
         named = dict(part.generations)
-        for block, generation in part.generations:
-            granted = self._granted.get(block)
-            if granted is None:
-                raise TicketRejected(f"block {block} is not in the window")
-            if granted != generation:
-                raise TicketRejected(f"block {block} is of generation {granted}, the ship says {generation}")
+        if not named.items() <= self._granted.items():
+            raise self._not_granted(part)
         # The sum first: it bounds what the loop below walks over.
-        if len(named) != len(part.generations) or sum(nbytes for _, nbytes in part.targets) != len(named) * size:
+        if len(named) != len(part.generations) or sum([nbytes for _, nbytes in part.targets]) != len(named) * size:
             raise TicketRejected(f"the ship's bytes are not the {len(named)} blocks of {size} bytes that it names")
         covered: set[int] = set()
         for offset, nbytes in part.targets:
@@ -144,6 +140,15 @@ class OpenWindow:
         if covered != named.keys():
             raise TicketRejected("the ship's targets are not the blocks that it names")
         return covered
+
+    def _not_granted(self, part: Part) -> TicketRejected:
+        for block, generation in part.generations:
+            granted = self._granted.get(block)
+            if granted is None:
+                return TicketRejected(f"block {block} is not in the window")
+            if granted != generation:
+                return TicketRejected(f"block {block} is of generation {granted}, the ship says {generation}")
+        raise AssertionError("every block is granted")
 
 
 class WindowBook:

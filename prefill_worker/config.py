@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.config import EngineConfig
 from protocol.errors import ConfigError
@@ -20,6 +20,8 @@ class PrefillConfig:
         bind_host: address that decode workers reach this host at.
         streams: TCP connections per decode worker.
         transfer_timeout: seconds without progress after which a ship fails.
+        transfer_checksum: send a checksum with the blocks.
+        transfer_secret: what both ends of a KV connection must know; empty lets everybody in.
         max_waiting: prompts in the queue before new ones are refused.
 
     Raises:
@@ -33,10 +35,12 @@ class PrefillConfig:
     bind_host: str = "127.0.0.1"
     streams: int = 2
     transfer_timeout: float = 10.0
+    transfer_checksum: bool = False
+    transfer_secret: str = field(default="", repr=False)
     max_waiting: int = 1024
 
     def __post_init__(self) -> None:
-        for field, valid, wanted in (
+        for name, valid, wanted in (
             ("name", bool(self.name), "a non-empty string"),
             ("model_name", bool(self.model_name), "a non-empty string"),
             ("routers", bool(self.routers), "at least one hub endpoint"),
@@ -45,4 +49,4 @@ class PrefillConfig:
             ("max_waiting", self.max_waiting >= 1, "at least 1"),
         ):
             if not valid:
-                raise ConfigError(f"{field} must be {wanted}, got {getattr(self, field)!r}", field=field)
+                raise ConfigError(f"{name} must be {wanted}, got {getattr(self, name)!r}", field=name)

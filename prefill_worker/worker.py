@@ -112,7 +112,12 @@ class PrefillWorker:
             send=self._send_to_reader,
             failed=self._lease_failed,
             closed=self._lease_closed,
-            transport=TransportConfig(streams=self.config.streams, timeout=self.config.transfer_timeout),
+            transport=TransportConfig(
+                streams=self.config.streams,
+                timeout=self.config.transfer_timeout,
+                checksum=self.config.transfer_checksum,
+                secret=self.config.transfer_secret,
+            ),
         )
         resources.push_async_callback(self._exports.close)
         self.profile = WorkerProfile(

@@ -34,6 +34,7 @@ succeed (``retryable``). Exceptions of other libraries are mapped to these at th
     │   └── UnknownTransport          unknown_transport
     ├── ProtocolError                 protocol_error
     │   ├── VersionMismatch           version_mismatch
+    │   ├── AuthenticationFailed      authentication_failed
     │   └── MalformedFrame            malformed_frame
     ├── ConfigError                   config_error               names the field and the value
     ├── ModelError                    model_error
@@ -245,6 +246,12 @@ class VersionMismatch(ProtocolError):
     """The peer speaks a wire version outside the supported range."""
 
     code = "version_mismatch"
+
+
+class AuthenticationFailed(ProtocolError):
+    """The peer does not know the cluster's secret."""
+
+    code = "authentication_failed"
 
 
 class MalformedFrame(ProtocolError):

@@ -1,4 +1,4 @@
-"""The sender's side of a connection: the hello, and the delivery of one part of a ship."""
+"""The sender's side of a connection: the delivery of one part of a ship."""
 
 from __future__ import annotations
 
@@ -7,33 +7,20 @@ from collections.abc import Sequence
 from kv_transfer.gate import Gate
 from kv_transfer.span import Span
 from kv_transfer.tcp import wire
-from kv_transfer.tcp.steps import Connected, Conversation, Cursor, Read, Write
+from kv_transfer.tcp.steps import Conversation, Cursor, Read, Write
+from kv_transfer.tcp.wire import Verdict
 from kv_transfer.windows import Part
 from protocol.errors import ChannelLost, IntegrityMismatch, TicketRejected
 
-STREAM_BYTES = 1 << 20
-"""A ship is split between streams only where each gets at least this much."""
+STREAM_BYTES = 4 << 20
+"""A ship is split between streams only where each gets at least this much: two threads at either end cost time too."""
 FRAME_BYTES = 256 << 20
 """Longest payload of one frame, unless one block is longer."""
 
 
-def greet(timeout: float) -> Conversation:
-    """Wait for the connection and exchange hellos.
-
-    Raises:
-        ChannelLost: there is no connection.
-        VersionMismatch: no common version.
-        MalformedFrame: something else answers there.
-    """
-    yield Connected(timeout=timeout)
-    yield Write(Cursor([memoryview(wire.pack_hello())]), timeout=timeout)
-    hello = bytearray(wire.HELLO.size)
-    yield Read(Cursor([memoryview(hello)]), timeout=timeout)
-    wire.check_hello(hello)
-    return None
-
-
-def deliver(ticket: bytes, part: Part, payload: Sequence[memoryview], gate: Gate, timeout: float) -> Conversation:
+def deliver(
+    ticket: bytes, part: Part, payload: Sequence[memoryview], gate: Gate, timeout: float, *, checksum: bool = False
+) -> Conversation:
     """Send one part and await its answer.
 
     Args:
@@ -42,27 +29,33 @@ def deliver(ticket: bytes, part: Part, payload: Sequence[memoryview], gate: Gate
         payload: its bytes, in the order of the part's targets.
         gate: of the ship; shutting it stops the reading of the payload.
         timeout: seconds without progress.
+        checksum: send a CRC after the payload.
 
     Returns:
-        None, or a TicketRejected that leaves the connection in step.
+        None, or a TicketRejected or IntegrityMismatch that leaves the connection in step.
 
     Raises:
         TicketRejected: refused before all was sent.
         ChannelLost: the ship was stopped.
         MalformedFrame: the answer is none.
     """
-    frame = memoryview(wire.pack_frame(ticket, part))
-    sent = yield Write(Cursor([frame, *payload]), gate=gate, timeout=timeout, heed=True)
+    frame = memoryview(wire.pack_frame(ticket, part, summed=checksum))
+    body = Cursor([frame, *payload], 0 if checksum else None)
+    sent = yield Write(body, gate=gate, timeout=timeout, heed=True)
+    if sent and body.crc is not None:
+        tail = Cursor([memoryview(wire.CRC.pack(body.crc))])
+        sent = yield Write(tail, timeout=timeout, heed=True)
     if not gate.is_open:
         raise ChannelLost("the ship was stopped")
     answer = bytearray(wire.ANSWER.size)
     yield Read(Cursor([memoryview(answer)]), timeout=timeout)
-    refused, length = wire.parse_answer(answer, part)
+    verdict, length = wire.parse_answer(answer, part)
     reason = bytearray(length)
     if length:
         yield Read(Cursor([memoryview(reason)]), timeout=timeout)
-    if refused:
-        refusal = TicketRejected(f"the receiver refused: {reason.decode(errors='replace')}")
+    if verdict is not Verdict.LANDED:
+        refused = TicketRejected if verdict is Verdict.REFUSED else IntegrityMismatch
+        refusal = refused(f"the receiver refused: {reason.decode(errors='replace')}")
         if sent:
             return refusal
         raise refusal
@@ -89,29 +82,30 @@ def split(
     Raises:
         IntegrityMismatch: a span writes a block that is not named, or a block or the ship is too large.
     """
-    blocks = sum(span.nbytes for span in spans) // block_bytes
+    blocks = sum([span.nbytes for span in spans]) // block_bytes
     parts = min(streams, blocks, max(1, blocks * block_bytes // STREAM_BYTES))
     longest = min(-(-blocks // parts), max(1, FRAME_BYTES // block_bytes), wire.MAX_BLOCKS)
     count = -(-blocks // longest)
     if count > wire.MAX_PARTS or block_bytes > wire.MAX_PAYLOAD:
         raise IntegrityMismatch(f"{blocks} blocks of {block_bytes} bytes are too much for one ship", field="spans")
-    pieces = _pieces(spans, longest * block_bytes)
+    pieces = [spans] if count == 1 else _pieces(spans, longest * block_bytes)
     generation_of = dict(generations)
     made: list[tuple[Part, list[tuple[int, int]]]] = []
     for index, piece in enumerate(pieces):
-        named: list[tuple[int, int]] = []
-        for _, target, nbytes in piece:
-            for block in range(target // block_bytes, (target + nbytes) // block_bytes):
-                if block not in generation_of:
-                    raise IntegrityMismatch(f"block {block} is written and not named", field="generations")
-                named.append((block, generation_of[block]))
-        part = Part(ship, index, len(pieces), [(target, nbytes) for _, target, nbytes in piece], named)
-        made.append((part, [(source, nbytes) for source, _, nbytes in piece]))
+        written: list[int] = []
+        for span in piece:
+            written.extend(range(span.target // block_bytes, (span.target + span.nbytes) // block_bytes))
+        try:
+            named = list(zip(written, map(generation_of.__getitem__, written), strict=True))
+        except KeyError as unnamed:
+            raise IntegrityMismatch(f"block {unnamed} is written and not named", field="generations") from None
+        part = Part(ship, index, len(pieces), [(span.target, span.nbytes) for span in piece], named)
+        made.append((part, [(span.source, span.nbytes) for span in piece]))
     return made
 
 
-def _pieces(spans: Sequence[Span], longest: int) -> list[list[tuple[int, int, int]]]:
-    pieces: list[list[tuple[int, int, int]]] = [[]]
+def _pieces(spans: Sequence[Span], longest: int) -> list[list[Span]]:
+    pieces: list[list[Span]] = [[]]
     room = longest
     for span in spans:
         source, target, left = span.source, span.target, span.nbytes
@@ -120,7 +114,7 @@ def _pieces(spans: Sequence[Span], longest: int) -> list[list[tuple[int, int, in
                 pieces.append([])
                 room = longest
             size = min(room, left)
-            pieces[-1].append((source, target, size))
+            pieces[-1].append(Span(source, target, size))
             source += size
             target += size
             left -= size

@@ -1,17 +1,19 @@
-"""One connection, served by one I/O thread.
+"""One connection, served by one thread: an I/O thread, or the event loop's.
 
 Life cycle: attached (idle) -> begin(conversation) -> idle again when it returned -> ... -> closed, by ``close``, by an
-error, or because the peer closed an idle connection. Everything here runs in the I/O thread.
+error, or because the peer closed an idle connection. Everything here runs in the thread that the link belongs to.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import select
 import selectors
 import socket
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from kv_transfer.tcp.steps import Conversation, Outcome, Step
 from protocol.errors import ChannelLost, KVFerryError
@@ -26,24 +28,37 @@ been closed before the conversation began, and nothing was sent."""
 log = logging.getLogger(__name__)
 
 
+class Watch(Protocol):
+    """What a link needs of its thread: to have ``Link.ready`` called. Every selector is one."""
+
+    def register(self, fileobj: socket.socket, events: int, data: Link, /) -> object:
+        """Begin to watch for ``events``."""
+
+    def modify(self, fileobj: socket.socket, events: int, data: Link, /) -> object:
+        """Watch for ``events`` from now on."""
+
+    def unregister(self, fileobj: socket.socket, /) -> object:
+        """Watch no more."""
+
+
 class Link:
     """A socket and the conversation on it.
 
     Args:
         connection: non-blocking; the link closes it.
-        selector: of the I/O thread.
+        selector: of the link's thread.
         on_closed: called once, when the socket has been closed.
     """
 
-    def __init__(
-        self, connection: socket.socket, selector: selectors.BaseSelector, on_closed: Callable[[Link], None]
-    ) -> None:
+    def __init__(self, connection: socket.socket, selector: Watch, on_closed: Callable[[Link], None]) -> None:
         self._connection = connection
         self._selector = selector
         self._on_closed = on_closed
         self._conversation: Conversation | None = None
         self._on_done: OnDone | None = None
         self._step: Step | None = None
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
         self._interest = selectors.EVENT_READ
         self._greeted = False
         self.deadline: float | None = None
@@ -92,10 +107,8 @@ class Link:
 
     def _hung_up(self) -> bool:
         # The peer may have closed an idle connection a moment ago, and the selector not told yet.
-        try:
-            return not self._connection.recv(1, socket.MSG_PEEK)
-        except OSError:
-            return False
+        # Nothing but its end can have come on an idle one.
+        return bool(self._poll.poll(0))
 
     def expire(self, now: float) -> None:
         """Close if the step's time without progress is over."""

@@ -99,7 +99,7 @@ class TcpReceiver(Receiver):
 
     def _serve(self, thread: IoThread, connection: socket.socket) -> None:
         link = thread.attach(connection, lambda _: self._room.release())
-        link.begin(serve(self._book, self._memory, self._config.timeout), _log_end)
+        link.begin(serve(self._book, self._memory, self._config), _log_end)
 
 
 def _log_end(error: KVFerryError | None, alive: bool) -> None:

@@ -15,9 +15,11 @@ from kv_transfer.memory import as_bytes
 from kv_transfer.ships import Ship, ShipBook, check_ship
 from kv_transfer.span import Span
 from kv_transfer.tcp.address import resolve
+from kv_transfer.tcp.channel import Parcel
 from kv_transfer.tcp.delivery import split
-from kv_transfer.tcp.destination import Destination, Parcel
+from kv_transfer.tcp.destination import Destination
 from kv_transfer.tcp.io_thread import IoThread
+from kv_transfer.tcp.loop_links import LoopLinks
 from kv_transfer.transport import Sender, ShipReport, TransportConfig
 from protocol.errors import TransferError
 
@@ -27,7 +29,7 @@ class TcpSender(Sender):
 
     Args:
         memory: what is read; may be read-only.
-        config: streams is the number of connections per receiver and of I/O threads.
+        config: streams is the number of I/O threads, and of connections per receiver and lane.
     """
 
     def __init__(self, memory: memoryview, config: TransportConfig) -> None:
@@ -36,6 +38,7 @@ class TcpSender(Sender):
         self._book = ShipBook()
         self._destinations: dict[str, Destination] = {}
         self._threads = [IoThread(f"kv-send-{index}") for index in range(config.streams)]
+        self._links = LoopLinks()
         self._turns = itertools.cycle(self._threads)
 
     async def ship(
@@ -75,7 +78,11 @@ class TcpSender(Sender):
         try:
             for parcel in parcels:
                 destination.submit(parcel)
-            await asyncio.gather(*[parcel.done for parcel in parcels])
+            if len(parcels) == 1:
+                # Not by way of gather, which would take another turn of the loop.
+                await parcels[0].done
+            else:
+                await asyncio.gather(*[parcel.done for parcel in parcels])
         except BaseException:
             # Whatever ended it, the caller may change the source once this has raised.
             ship.gate.shut_now()
@@ -89,7 +96,7 @@ class TcpSender(Sender):
             endpoint = await resolve(address)
             if address not in self._destinations:
                 self._destinations[address] = Destination(
-                    address, endpoint, self._turns, self._config, self._forget_destination
+                    address, endpoint, self._turns, self._links, self._config, self._forget_destination
                 )
         return self._destinations[address]
 
@@ -107,4 +114,5 @@ class TcpSender(Sender):
         threads, self._threads = self._threads, []
         for thread in threads:
             await thread.stop()
+        self._links.close()
         self._memory = memoryview(b"")

@@ -7,79 +7,102 @@ sends is read into nowhere, so that the connection stays in step.
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Generator
 
 from kv_transfer.tcp import wire
-from kv_transfer.tcp.steps import Conversation, Cursor, Read, Skip, Step, Write
-from kv_transfer.windows import OpenWindow, Part, WindowBook
-from protocol.errors import ChannelLost, TicketRejected, VersionMismatch
+from kv_transfer.tcp.handshake import admit
+from kv_transfer.tcp.steps import Conversation, Cursor, Fill, Inbox, Read, Skip, Step, Write
+from kv_transfer.tcp.wire import FrameHead, Verdict
+from kv_transfer.transport import TransportConfig
+from kv_transfer.windows import OpenWindow, WindowBook
+from protocol.errors import ChannelLost, IntegrityMismatch, TicketRejected
+
+INBOX_BYTES = 1 << 10
+"""Room for a head and the tables of some thirty blocks. What it takes in of the payload is copied once more."""
 
 
-def serve(book: WindowBook, memory: memoryview, timeout: float) -> Conversation:
+def serve(book: WindowBook, memory: memoryview, config: TransportConfig) -> Conversation:
     """Serve one connection until it ends.
 
     Args:
         book: the receiver's windows.
         memory: what is written.
-        timeout: seconds a new connection has for its hello.
+        config: timeout is what a new connection has for each step of its hello, secret what it must know.
 
     Raises:
         ChannelLost: it ended.
         ProtocolError: the peer sent something else than the protocol.
     """
-    hello = bytearray(wire.HELLO.size)
-    yield _read(hello, timeout)
-    answer = _write(wire.pack_hello(), timeout)
-    try:
-        wire.check_hello(hello)
-    except VersionMismatch:
-        # The peer shall learn which versions there are before it is turned away.
-        yield answer
-        raise
-    yield answer
+    inbox = Inbox(INBOX_BYTES)
+    yield from admit(inbox, config)
     while True:
-        yield from _frame(book, memory, timeout)
-
-
-def _read(buffer: bytearray, timeout: float | None = None) -> Read:
-    return Read(Cursor([memoryview(buffer)]), timeout=timeout)
+        yield from _frame(inbox, book, memory, config)
 
 
 def _write(data: bytes, timeout: float) -> Write:
     return Write(Cursor([memoryview(data)]), timeout=timeout)
 
 
-def _frame(book: WindowBook, memory: memoryview, timeout: float) -> Generator[Step, bool, None]:
-    raw = bytearray(wire.FRAME.size)
-    yield _read(raw)
+def _frame(inbox: Inbox, book: WindowBook, memory: memoryview, config: TransportConfig) -> Generator[Step, bool, None]:
+    if inbox.held < wire.FRAME.size:
+        yield Fill(inbox, wire.FRAME.size)
+    raw = inbox.take(wire.FRAME.size)
     head = wire.parse_head(raw)
-    unread = head.table_bytes + head.payload
+    crc = zlib.crc32(raw) if head.summed else 0
+    unread = head.table_bytes + head.payload + head.tail_bytes
     try:
         window = book.find(head.ticket)
+        if config.checksum and not head.summed:
+            raise TicketRejected("the receiver takes nothing without a checksum")
         table = bytearray(head.table_bytes)
-        yield _read(table)
-        unread = head.payload
+        yield from _table(inbox, table)
+        unread -= head.table_bytes
         part = wire.parse_tables(head, table)
         window.admit(part, time.monotonic())
-        cursor = Cursor([memory[offset : offset + nbytes] for offset, nbytes in part.targets])
-        yield from _payload(window, part, cursor)
-        unread = cursor.left
+        views = [memory[offset : offset + nbytes] for offset, nbytes in part.targets]
+        cursor = Cursor(views, zlib.crc32(table, crc) if head.summed else None)
+        try:
+            yield from _payload(inbox, window, cursor)
+            unread = cursor.left + head.tail_bytes
+            if head.summed and not cursor.left:
+                unread = 0
+                yield from _check(inbox, head, cursor.crc)
+        except (ChannelLost, IntegrityMismatch) as error:
+            window.abandon(part, error)
+            raise
         landed = window.complete(part, time.monotonic())
-    except TicketRejected as refusal:
-        yield _write(wire.pack_answer(head, refusal.message), timeout)
-        yield Skip(unread)
+    except (TicketRejected, IntegrityMismatch) as refusal:
+        verdict = Verdict.REFUSED if isinstance(refusal, TicketRejected) else Verdict.DAMAGED
+        yield _write(wire.pack_answer(head, verdict, refusal.message), config.timeout)
+        yield Skip(unread - inbox.take(unread).nbytes)
         return
     try:
         # The sender waits for this; the report wakes our own event loop and would get in its way.
-        yield _write(wire.pack_answer(head, None), timeout)
+        yield _write(wire.pack_answer(head, Verdict.LANDED), config.timeout)
     finally:
         if landed is not None:
             window.report(landed)
 
 
-def _payload(window: OpenWindow, part: Part, cursor: Cursor) -> Generator[Step, bool, None]:
-    try:
+def _table(inbox: Inbox, table: bytearray) -> Generator[Step, bool, None]:
+    cursor = Cursor([memoryview(table)])
+    cursor.put(inbox.take(cursor.left))
+    if cursor.left:
+        yield Read(cursor)
+
+
+def _payload(inbox: Inbox, window: OpenWindow, cursor: Cursor) -> Generator[Step, bool, None]:
+    if inbox.held and window.gate.enter():
+        cursor.put(inbox.take(cursor.left))
+        window.gate.leave()
+    if cursor.left:
         yield Read(cursor, gate=window.gate)
-    except ChannelLost as error:
-        window.abandon(part, error)
-        raise
+
+
+def _check(inbox: Inbox, head: FrameHead, crc: int | None) -> Generator[Step, bool, None]:
+    if inbox.held < wire.CRC.size:
+        yield Fill(inbox, wire.CRC.size)
+    (sent,) = wire.CRC.unpack(inbox.take(wire.CRC.size))
+    if sent != crc:
+        raise IntegrityMismatch(f"part {head.part} of ship {head.ship:x} has not the checksum that it was sent with")

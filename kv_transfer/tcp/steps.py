@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import selectors
 import socket
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from enum import Enum, auto
@@ -34,14 +35,20 @@ class Outcome(Enum):
 class Cursor:
     """How far a vectored read or write has come in a list of buffers.
 
+    Args:
+        views: the buffers.
+        crc: CRC-32 of what came before them; None keeps none.
+
     Attributes:
         left: bytes still to go.
+        crc: with that of the bytes that are through.
     """
 
-    __slots__ = ("_index", "_offset", "_views", "left")
+    __slots__ = ("_index", "_offset", "_views", "crc", "left")
 
-    def __init__(self, views: Sequence[memoryview]) -> None:
+    def __init__(self, views: Sequence[memoryview], crc: int | None = None) -> None:
         self._views = views
+        self.crc = crc
         self._index = 0
         self._offset = 0
         self.left = sum(view.nbytes for view in views)
@@ -64,13 +71,32 @@ class Cursor:
         return found
 
     def advance(self, count: int) -> None:
-        """``count`` bytes of the last batch are through."""
+        """``count`` bytes of the last batch are through; reads them where a CRC is kept."""
+        if self.crc is not None:
+            self.crc = self._summed(count, self.crc)
         self.left -= count
         count += self._offset
         while self._index < len(self._views) and count >= self._views[self._index].nbytes:
             count -= self._views[self._index].nbytes
             self._index += 1
         self._offset = count
+
+    def _summed(self, count: int, crc: int) -> int:
+        index, offset = self._index, self._offset
+        while count:
+            piece = self._views[index][offset : offset + count]
+            crc = zlib.crc32(piece, crc)
+            count -= piece.nbytes
+            index, offset = index + 1, 0
+        return crc
+
+    def put(self, data: memoryview) -> None:
+        """Write ``data``, at most ``left`` bytes, into the buffers."""
+        while data:
+            view = self._views[self._index][self._offset :][: data.nbytes]
+            view[:] = data[: view.nbytes]
+            data = data[view.nbytes :]
+            self.advance(view.nbytes)
 
 
 class Step(ABC):
@@ -112,6 +138,7 @@ class Read(Step):
             return Outcome.CUT
         try:
             count = connection.recvmsg_into(self.cursor.batch())[0]
+            self.cursor.advance(count)
         except BlockingIOError:
             return Outcome.BLOCKED
         finally:
@@ -119,8 +146,69 @@ class Read(Step):
                 self.gate.leave()
         if not count:
             raise ChannelLost("the peer closed the connection")
-        self.cursor.advance(count)
         return Outcome.AGAIN if self.cursor.left else Outcome.DONE
+
+
+class Inbox:
+    """Room for the first bytes of what comes, so that a head and its tables take one call.
+
+    What is read beyond them is the beginning of the payload, or of the next head; it waits here to be taken.
+    """
+
+    __slots__ = ("_begin", "_end", "_room", "_view")
+
+    def __init__(self, room: int) -> None:
+        self._view = memoryview(bytearray(room))
+        self._room = room
+        self._begin = self._end = 0
+
+    @property
+    def held(self) -> int:
+        """Bytes that wait."""
+        return self._end - self._begin
+
+    def vacant(self) -> memoryview:
+        """Where the next bytes go; at least one if not all of the room is held."""
+        if self._end == self._room and self._begin:
+            held = self.held
+            self._view[:held] = self._view[self._begin : self._end].tobytes()
+            self._begin, self._end = 0, held
+        return self._view[self._end :]
+
+    def filled(self, count: int) -> None:
+        """``count`` bytes of the vacant room have come."""
+        self._end += count
+
+    def take(self, limit: int) -> memoryview:
+        """The next bytes, at most ``limit``; good until the inbox is filled again."""
+        begin = self._begin
+        end = self._begin = min(self._end, begin + limit)
+        if end == self._end:
+            self._begin = self._end = 0
+        return self._view[begin:end]
+
+
+class Fill(Step):
+    """Have at least ``need`` bytes in the inbox; waits for the socket before it tries it."""
+
+    def __init__(self, inbox: Inbox, need: int, *, timeout: float | None = None) -> None:
+        self.inbox = inbox
+        self.need = need
+        self.timeout = timeout
+
+    def perform(self, connection: socket.socket, ready: int) -> Outcome:
+        """See :meth:`Step.perform`."""
+        if self.inbox.held < self.need:
+            if not ready:
+                return Outcome.BLOCKED
+            try:
+                count = connection.recv_into(self.inbox.vacant())
+            except BlockingIOError:
+                return Outcome.BLOCKED
+            if not count:
+                raise ChannelLost("the peer closed the connection")
+            self.inbox.filled(count)
+        return Outcome.DONE if self.inbox.held >= self.need else Outcome.AGAIN
 
 
 class Skip(Step):
@@ -166,13 +254,12 @@ class Write(Step):
         if self.gate is not None and not self.gate.enter():
             return Outcome.CUT
         try:
-            count = connection.sendmsg(self.cursor.batch())
+            self.cursor.advance(connection.sendmsg(self.cursor.batch()))
         except BlockingIOError:
             return Outcome.BLOCKED
         finally:
             if self.gate is not None:
                 self.gate.leave()
-        self.cursor.advance(count)
         return Outcome.AGAIN if self.cursor.left else Outcome.DONE
 
 

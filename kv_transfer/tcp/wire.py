@@ -2,48 +2,73 @@
 
 ::
 
-    hello     both ways, once    magic "KVFT", lowest version, highest version, zero
+    hello     both ways, once    magic "KVFT", lowest version, highest version, 1 if the cluster has a secret, else 0;
+                                 if it has one the next three follow:
+    challenge to the sender      magic "KVFC", nonce
+    proof     to the receiver    magic "KVFP", nonce, HMAC
+    welcome   to the sender      magic "KVFW", 1 if the proof was accepted, HMAC; else 0 and zeros
     frame     to the receiver    magic "KVFR", ticket, ship, part, parts, spans, blocks, payload bytes,
-                                 then the span table (target, nbytes), the block table (block, generation), the payload
+                                 then the span table (target, nbytes), the block table (block, generation), the payload;
+                                 with magic "KVFS" then the CRC-32 of the frame from its magic to the payload's end
     answer    to the sender      magic "KVFA", ship, part, verdict, length of the reason, then the reason (UTF-8)
 
 Each frame has one answer. A refusal may come before the payload has gone out; the sender then drops the connection
 or, if it has sent all, goes on with it.
 
-History: 1 -- first version.
+History: 1 -- first version. 2 -- frames with a CRC, and the verdict on it; challenge, proof and welcome.
 """
 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from enum import IntEnum
+from itertools import starmap
+from typing import NamedTuple
 
 from kv_transfer.windows import Part, Target
 from protocol.errors import MalformedFrame, VersionMismatch
 
-LOWEST_VERSION = 1
-HIGHEST_VERSION = 1
+LOWEST_VERSION = 2
+HIGHEST_VERSION = 2
 MAX_SPANS = 1 << 16
 MAX_BLOCKS = 1 << 16
 MAX_PARTS = 1 << 12
 MAX_PAYLOAD = 1 << 32
 """Bounds on one frame; a longer ship goes as several."""
 MAX_REASON = 255
+NONCE_BYTES = 32
+PROOF_BYTES = 32
 
 HELLO = struct.Struct("!4sBBH")
+CHALLENGE = struct.Struct("!4s32s")
+PROOF = struct.Struct("!4s32s32s")
+WELCOME = struct.Struct("!4sB32s")
 FRAME = struct.Struct("!4s16sQHHIIQ")
 ANSWER = struct.Struct("!4sQHBB")
 SPAN = struct.Struct("!QQ")
 BLOCK = struct.Struct("!IQ")
+CRC = struct.Struct("!I")
 
 HELLO_MAGIC = b"KVFT"
+CHALLENGE_MAGIC = b"KVFC"
+PROOF_MAGIC = b"KVFP"
+WELCOME_MAGIC = b"KVFW"
 FRAME_MAGIC = b"KVFR"
+SUMMED_MAGIC = b"KVFS"
 ANSWER_MAGIC = b"KVFA"
 
 
-def pack_hello() -> bytes:
-    """This release's hello."""
-    return HELLO.pack(HELLO_MAGIC, LOWEST_VERSION, HIGHEST_VERSION, 0)
+class Verdict(IntEnum):
+    """What a receiver answers to a frame."""
+
+    LANDED = 0
+    REFUSED = 1
+    DAMAGED = 2
+
+
+def pack_hello(*, guarded: bool = False) -> bytes:
+    """This release's hello; ``guarded`` where the cluster has a secret."""
+    return HELLO.pack(HELLO_MAGIC, LOWEST_VERSION, HIGHEST_VERSION, guarded)
 
 
 def check_hello(data: bytes | bytearray) -> int:
@@ -53,8 +78,8 @@ def check_hello(data: bytes | bytearray) -> int:
         MalformedFrame: it is no hello.
         VersionMismatch: there is no common version; names both ranges.
     """
-    magic, lowest, highest, zero = HELLO.unpack(data)
-    if magic != HELLO_MAGIC or zero or lowest > highest:
+    magic, lowest, highest, guarded = HELLO.unpack(data)
+    if magic != HELLO_MAGIC or guarded > 1 or lowest > highest:
         raise MalformedFrame(f"not a hello of the KV transport: {bytes(data)!r}")
     version = min(highest, HIGHEST_VERSION)
     if version < max(lowest, LOWEST_VERSION):
@@ -63,8 +88,53 @@ def check_hello(data: bytes | bytearray) -> int:
     return int(version)
 
 
-@dataclass(frozen=True, slots=True)
-class FrameHead:
+def is_guarded(hello: bytes | bytearray) -> bool:
+    """Whether the sender of a checked hello has a secret."""
+    return bool(HELLO.unpack(hello)[3])
+
+
+def parse_challenge(data: bytes | bytearray) -> bytes:
+    """The nonce of a challenge.
+
+    Raises:
+        MalformedFrame: it is none.
+    """
+    magic, nonce = CHALLENGE.unpack(data)
+    if magic != CHALLENGE_MAGIC:
+        raise MalformedFrame(f"not a challenge of the KV transport: it begins with {magic!r}")
+    return bytes(nonce)
+
+
+def parse_proof(data: bytes | bytearray | memoryview) -> tuple[bytes, bytes]:
+    """Nonce and HMAC of a proof.
+
+    Raises:
+        MalformedFrame: it is none.
+    """
+    magic, nonce, proof = PROOF.unpack(data)
+    if magic != PROOF_MAGIC:
+        raise MalformedFrame(f"not a proof of the KV transport: it begins with {magic!r}")
+    return nonce, proof
+
+
+def pack_welcome(proof: bytes | None) -> bytes:
+    """The answer to a proof: our own, or None where it was not accepted."""
+    return WELCOME.pack(WELCOME_MAGIC, proof is not None, proof or bytes(PROOF_BYTES))
+
+
+def parse_welcome(data: bytes | bytearray) -> bytes | None:
+    """The receiver's HMAC; None where it has not accepted ours.
+
+    Raises:
+        MalformedFrame: it is no answer to a proof.
+    """
+    magic, accepted, proof = WELCOME.unpack(data)
+    if magic != WELCOME_MAGIC or accepted > 1:
+        raise MalformedFrame(f"not a welcome of the KV transport: it begins with {magic!r}")
+    return bytes(proof) if accepted else None
+
+
+class FrameHead(NamedTuple):
     """The fixed part of a frame.
 
     Attributes:
@@ -72,6 +142,7 @@ class FrameHead:
         ship, part, parts: which part of which ship.
         spans, blocks: entries of the two tables.
         payload: bytes after the tables.
+        summed: whether a CRC follows the payload.
     """
 
     ticket: bytes
@@ -81,6 +152,12 @@ class FrameHead:
     spans: int
     blocks: int
     payload: int
+    summed: bool = False
+
+    @property
+    def tail_bytes(self) -> int:
+        """Length of what follows the payload."""
+        return CRC.size if self.summed else 0
 
     @property
     def table_bytes(self) -> int:
@@ -88,36 +165,35 @@ class FrameHead:
         return self.spans * SPAN.size + self.blocks * BLOCK.size
 
 
-def pack_frame(ticket: bytes, part: Part) -> bytes:
-    """Head and tables of a frame; the payload follows as it lies in memory."""
-    payload = sum(nbytes for _, nbytes in part.targets)
+def pack_frame(ticket: bytes, part: Part, *, summed: bool = False) -> bytes:
+    """Head and tables of a frame; the payload follows as it lies in memory, then, if it is ``summed``, the CRC."""
+    payload = sum([nbytes for _, nbytes in part.targets])
+    magic = SUMMED_MAGIC if summed else FRAME_MAGIC
     head = FRAME.pack(
-        FRAME_MAGIC, ticket, part.ship, part.index, part.count, len(part.targets), len(part.generations), payload
+        magic, ticket, part.ship, part.index, part.count, len(part.targets), len(part.generations), payload
     )
-    spans = b"".join([SPAN.pack(*target) for target in part.targets])
-    return head + spans + b"".join([BLOCK.pack(*named) for named in part.generations])
+    return b"".join([head, *starmap(SPAN.pack, part.targets), *starmap(BLOCK.pack, part.generations)])
 
 
-def parse_head(data: bytes | bytearray) -> FrameHead:
+def parse_head(data: bytes | bytearray | memoryview) -> FrameHead:
     """The head of a frame.
 
     Raises:
         MalformedFrame: it is none, or breaks a bound; names the field and the value.
     """
     magic, ticket, ship, part, parts, spans, blocks, payload = FRAME.unpack(data)
-    if magic != FRAME_MAGIC:
+    if magic not in (FRAME_MAGIC, SUMMED_MAGIC):
         raise MalformedFrame(f"not a frame of the KV transport: it begins with {magic!r}")
-    checks = (
-        ("parts", parts, 1 <= parts <= MAX_PARTS),
-        ("part", part, part < parts),
-        ("spans", spans, 1 <= spans <= MAX_SPANS),
-        ("blocks", blocks, 1 <= blocks <= MAX_BLOCKS),
-        ("payload", payload, 1 <= payload <= MAX_PAYLOAD),
-    )
-    for name, value, valid in checks:
-        if not valid:
+    for name, value, low, high in (
+        ("parts", parts, 1, MAX_PARTS),
+        ("part", part, 0, parts - 1),
+        ("spans", spans, 1, MAX_SPANS),
+        ("blocks", blocks, 1, MAX_BLOCKS),
+        ("payload", payload, 1, MAX_PAYLOAD),
+    ):
+        if not low <= value <= high:
             raise MalformedFrame(f"{name} is out of bounds: {value}", field=name)
-    return FrameHead(ticket, ship, part, parts, spans, blocks, payload)
+    return FrameHead(ticket, ship, part, parts, spans, blocks, payload, magic == SUMMED_MAGIC)
 
 
 def parse_tables(head: FrameHead, data: bytearray) -> Part:
@@ -130,24 +206,24 @@ def parse_tables(head: FrameHead, data: bytearray) -> Part:
     with memoryview(data) as view:
         targets: list[Target] = list(SPAN.iter_unpack(view[:split]))
         generations: list[tuple[int, int]] = list(BLOCK.iter_unpack(view[split:]))
-    if sum(nbytes for _, nbytes in targets) != head.payload:
+    if sum([nbytes for _, nbytes in targets]) != head.payload:
         raise MalformedFrame(f"payload is {head.payload} bytes, its spans are not", field="payload")
     return Part(head.ship, head.part, head.parts, targets, generations)
 
 
-def pack_answer(head: FrameHead, reason: str | None) -> bytes:
-    """The answer to a frame: landed, or refused for ``reason``."""
-    text = (reason or "").encode()[:MAX_REASON]
-    return ANSWER.pack(ANSWER_MAGIC, head.ship, head.part, reason is not None, len(text)) + text
+def pack_answer(head: FrameHead, verdict: Verdict, reason: str = "") -> bytes:
+    """The answer to a frame; ``reason`` for what has not landed."""
+    text = reason.encode()[:MAX_REASON]
+    return ANSWER.pack(ANSWER_MAGIC, head.ship, head.part, verdict, len(text)) + text
 
 
-def parse_answer(data: bytes | bytearray, part: Part) -> tuple[bool, int]:
-    """``(refused, bytes of reason that follow)``.
+def parse_answer(data: bytes | bytearray, part: Part) -> tuple[Verdict, int]:
+    """``(verdict, bytes of reason that follow)``.
 
     Raises:
         MalformedFrame: it does not answer ``part``.
     """
-    magic, ship, index, refused, length = ANSWER.unpack(data)
-    if magic != ANSWER_MAGIC or (ship, index) != (part.ship, part.index) or refused > 1:
+    magic, ship, index, verdict, length = ANSWER.unpack(data)
+    if magic != ANSWER_MAGIC or (ship, index) != (part.ship, part.index) or verdict > max(Verdict):
         raise MalformedFrame(f"not an answer to part {part.index} of ship {part.ship:x}: {bytes(data)!r}")
-    return bool(refused), length
+    return Verdict(verdict), length

@@ -10,11 +10,21 @@ from hypothesis import strategies as st
 from cluster.config import ClusterConfig, EngineSection, RaySection, RoleSection, RouterSection, TransferSection
 from cluster.config_file import load_config, parse_config
 from cluster.demo import laptop_config
-from cluster.plan import check_orders, decode_config, prefill_config, router_config, router_order, worker_orders
+from cluster.plan import (
+    ActorOrder,
+    check_orders,
+    decode_config,
+    prefill_config,
+    router_config,
+    router_order,
+    worker_orders,
+)
+from cluster.state import ClusterState, ProcessMark
 from engine.config import EngineConfig
 from protocol.errors import ConfigError
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
+SECRET = "the secret of this cluster"
 MODEL = Path("/models/tiny")
 
 
@@ -163,13 +173,23 @@ def test_the_shipped_files_make_every_components_configuration(file: str, worker
     check_orders(orders, MODEL)
 
 
+def test_a_secret_is_in_no_text_that_might_be_logged() -> None:
+    orders = worker_orders(parse_config("model: m"), ("tcp://h:1",), SECRET)
+    told = [*orders, prefill_config(orders[0], MODEL, "h"), decode_config(orders[1], MODEL, "h")]
+    state = ClusterState(name="one", starter=ProcessMark(pid=1, created=0.0), created=0.0, secret=SECRET)
+    assert not [each for each in (*told, state) if SECRET in f"{each!r} {each}"]
+    back = msgspec.json.decode(msgspec.json.encode(orders[0]), type=ActorOrder)
+    assert (back, back.secret) == (orders[0], SECRET)
+
+
 def test_a_role_overrides_the_shared_engine() -> None:
     config = parse_config(
-        "model: m\nengine: {num_blocks: 64, block_size: 8}\ntransfer: {streams: 3, timeout: 4, transport: tcp}\n"
+        "model: m\nengine: {num_blocks: 64, block_size: 8}\n"
+        "transfer: {streams: 3, timeout: 4, transport: tcp, checksum: true}\n"
         "prefill: {engine: {num_blocks: 32}, threads: 3, limits: {max_waiting: 7}}\n"
         "router: {limits: {max_attempts: 9}}"
     )
-    orders = {order.name: order for order in worker_orders(config, ("tcp://h:1",))}
+    orders = {order.name: order for order in worker_orders(config, ("tcp://h:1",), SECRET)}
     prefill = prefill_config(orders["prefill-0"], MODEL, "10.0.0.1")
     assert (prefill.engine.num_blocks, prefill.engine.block_size, prefill.engine.threads) == (32, 8, 3)
     assert (prefill.max_waiting, prefill.streams, prefill.transfer_timeout) == (7, 3, 4)
@@ -177,6 +197,8 @@ def test_a_role_overrides_the_shared_engine() -> None:
     assert prefill.bind_host == "10.0.0.1"
     decode = decode_config(orders["decode-0"], MODEL, "10.0.0.1")
     assert (decode.engine.num_blocks, decode.transport, decode.transfer_timeout) == (64, "tcp", 4)
+    for worker in (prefill, decode):
+        assert (worker.transfer_checksum, worker.transfer_secret) == (True, SECRET)
     router = router_config(router_order(config, 80, 81), MODEL, "10.0.0.1")
     assert (router.port, router.hub, router.max_attempts) == (80, "tcp://10.0.0.1:81", 9)
     assert orders["prefill-0"].environment() == {"OMP_NUM_THREADS": "3"}

@@ -22,7 +22,11 @@ def test_a_record_comes_back_as_it_was_saved(store: StateStore) -> None:
     state = store.reserve("one")
     mark = ProcessMark.of(os.getpid())
     state = msgspec.structs.replace(
-        state, node=NodeState(address="h:1", token="t", temp_dir="/tmp/x", daemon=mark), actors=("a", "b"), ready=True
+        state,
+        node=NodeState(address="h:1", token="t", temp_dir="/tmp/x", daemon=mark),
+        actors=("a", "b"),
+        secret="s",
+        ready=True,
     )
     store.save(state)
     assert store.load("one") == state

@@ -1,6 +1,7 @@
 """A TCP listener that strangers talk to, connections that come and go, and nothing left behind."""
 
 import asyncio
+import queue
 import secrets
 import socket
 import struct
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 
 from kv_transfer.tcp import wire
 from kv_transfer.tcp.address import parse
-from kv_transfer.transport import TransportConfig, make_receiver
+from kv_transfer.tcp.destination import EXPRESS_BYTES
+from kv_transfer.transport import TransportConfig, Window, make_receiver
 from kv_transfer.windows import Part
 from protocol.errors import ChannelLost, ConfigError, MalformedFrame, VersionMismatch
 
@@ -96,8 +98,8 @@ async def test_a_known_ticket_does_not_help_garbage(harbor, quay) -> None:
     for part in lying:
         frame = HELLO + wire.pack_frame(ticket, part) + bytes(sum(size for _, size in part.targets))
         heard = await asyncio.to_thread(talk, there.address, frame)
-        refused, length = wire.parse_answer(heard[8 : 8 + wire.ANSWER.size], part)
-        assert refused
+        verdict, length = wire.parse_answer(heard[8 : 8 + wire.ANSWER.size], part)
+        assert verdict is wire.Verdict.REFUSED
         assert length
     head = bytearray(wire.pack_frame(ticket, lying[0]))
     head[wire.FRAME.size - 8 : wire.FRAME.size] = (BLOCK).to_bytes(8)
@@ -120,9 +122,9 @@ async def test_half_a_frame_breaks_its_window(harbor) -> None:
 async def test_another_version_is_turned_away_with_both_named(harbor, quay) -> None:
     there, here = harbor("tcp", 1, BLOCK), quay("tcp", 1, BLOCK)
     assert await asyncio.to_thread(talk, there.address, wire.HELLO.pack(b"KVFT", 9, 12, 0)) == HELLO
-    with pytest.raises(VersionMismatch, match="peer speaks 9 to 12, this process 1 to 1"):
+    with pytest.raises(VersionMismatch, match="peer speaks 9 to 12, this process 2 to 2"):
         wire.check_hello(wire.HELLO.pack(b"KVFT", 9, 12, 0))
-    assert wire.check_hello(wire.HELLO.pack(b"KVFT", 0, 200, 0)) == 1
+    assert wire.check_hello(wire.HELLO.pack(b"KVFT", 0, 200, 0)) == 2
 
     async def old(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readexactly(wire.HELLO.size)
@@ -169,6 +171,36 @@ async def test_connections_are_bounded(harbor, quay) -> None:
         await until(lambda: there.landed)
 
 
+@pytest.mark.parametrize("small_first", [True, False])
+async def test_a_full_receiver_is_served_over_the_lane_that_there_is(harbor, quay, small_first: bool) -> None:
+    large = 2 * EXPRESS_BYTES // BLOCK
+    there = harbor("tcp", 2 * large, BLOCK, TransportConfig(max_connections=1))
+    here = quay("tcp", large, BLOCK)
+    ticket = there.open(range(2 * large))
+    sizes = [1, large, 1, large - 2] if small_first else [large, 1, large - 2]
+    first = 0
+    for count in sizes:
+        await here.ship(there.address, ticket, [(index, first + index) for index in range(count)])
+        assert (there.pool[first : first + count] == here.pool[:count]).all()
+        first += count
+
+
+async def test_frames_that_come_without_waiting_are_served_in_turn(harbor) -> None:
+    there = harbor("tcp", 40, BLOCK)
+    ticket = there.open(range(40))
+    parts = [Part(block, 0, 1, [(block * BLOCK, BLOCK)], [(block, GENERATION)]) for block in range(40)]
+    stale = [Part(part.ship + 100, 0, 1, part.targets, [(part.index, GENERATION + 1)]) for part in parts]
+    words = b"".join(
+        wire.pack_frame(ticket, part) + bytes([index + 1]) * BLOCK
+        for index, pair in enumerate(zip(parts, stale, strict=True))
+        for part in pair
+    )
+    await asyncio.to_thread(talk, there.address, HELLO + words)
+    await until(lambda: len(there.landed) == 40)
+    assert (there.pool[:, 0] == range(1, 41)).all()
+    assert (there.pool[:, 0] == there.pool.T).all()
+
+
 async def test_a_receiver_that_came_back_on_its_port_is_found_again(harbor, quay) -> None:
     here, first = quay("tcp", 4, BLOCK), harbor("tcp", 4, BLOCK)
     await here.ship(first.address, first.open([1]), [(0, 1)])
@@ -182,6 +214,34 @@ async def test_a_receiver_that_came_back_on_its_port_is_found_again(harbor, quay
         assert (second.pool[2] == here.pool[0]).all()
     finally:
         await second.receiver.close()
+
+
+async def test_an_idle_connection_that_was_closed_a_moment_ago_costs_nothing(harbor, quay) -> None:
+    here, told, stop = quay("tcp", 4, BLOCK), queue.SimpleQueue[tuple[str, bytes]](), threading.Event()
+
+    async def elsewhere() -> None:
+        first = Harbor("tcp", 4, BLOCK)
+        told.put((first.address, first.open([1])))
+        await asyncio.to_thread(stop.wait)
+        await first.receiver.close()
+
+    other = threading.Thread(target=asyncio.run, args=(elsewhere(),))
+    other.start()
+    try:
+        address, ticket = told.get()
+        await here.ship(address, ticket, [(0, 1)])
+    finally:
+        stop.set()
+        # The loop stands still meanwhile, and cannot have seen the end of the connection when the next ship starts.
+        other.join()
+    pool = bytearray(4 * BLOCK)
+    second = make_receiver(address, memoryview(pool))
+    try:
+        second.open(Window(ticket, (2,), (GENERATION,), BLOCK), lambda _: None, lambda *_: None)
+        await here.ship(address, ticket, [(0, 2)])
+        assert pool[2 * BLOCK : 3 * BLOCK] == here.pool[0].tobytes()
+    finally:
+        await second.close()
 
 
 async def test_nothing_is_left_after_a_hundred_cycles() -> None:

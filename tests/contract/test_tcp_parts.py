@@ -1,5 +1,7 @@
 """The pure parts of the TCP transport: cursors, the splitting of ships, the bytes of frames."""
 
+import zlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from kv_transfer.span import Span
 from kv_transfer.tcp import delivery, steps, wire
 from kv_transfer.tcp.delivery import split
-from kv_transfer.tcp.steps import Cursor
+from kv_transfer.tcp.steps import Cursor, Inbox
 from kv_transfer.windows import Part
 from protocol.errors import IntegrityMismatch, MalformedFrame
 
@@ -34,6 +36,46 @@ def test_a_cursor_gives_every_byte_once_and_in_order(sizes: list[int], data: st.
             cursor.advance(taken)
     assert moved == whole
     assert not cursor.batch()
+
+
+@given(st.lists(st.binary(min_size=1, max_size=9), max_size=20), st.binary(max_size=9), st.data())
+def test_a_cursor_sums_what_is_through(pieces: list[bytes], before: bytes, data: st.DataObject) -> None:
+    cursor = Cursor([memoryview(piece) for piece in pieces], zlib.crc32(before))
+    whole = b"".join(pieces)
+    while cursor.left:
+        cursor.advance(data.draw(st.integers(1, cursor.left)))
+        assert cursor.crc == zlib.crc32(before + whole[: len(whole) - cursor.left])
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=20), st.binary(max_size=100), st.integers(1, 7))
+def test_bytes_put_into_a_cursor_fill_its_buffers_in_order(sizes: list[int], data: bytes, step: int) -> None:
+    buffers = [bytearray(size) for size in sizes]
+    cursor = Cursor([memoryview(buffer) for buffer in buffers])
+    data = data[: cursor.left]
+    for start in range(0, len(data), step):
+        cursor.put(memoryview(data)[start : start + step])
+    assert b"".join(buffers) == data + bytes(cursor.left)
+    assert cursor.left == sum(sizes) - len(data)
+
+
+turns = st.lists(st.tuples(st.integers(1, 16), st.integers(0, 18)), max_size=40)
+
+
+@given(turns, st.integers(4, 16))
+def test_an_inbox_gives_back_what_came_in_order(turns: list[tuple[int, int]], room: int) -> None:
+    inbox, source, come, taken = Inbox(room), bytes(range(256)) * 3, 0, b""
+    for fill, take in turns:
+        if inbox.held < room:
+            vacant = inbox.vacant()
+            count = min(len(vacant), fill)
+            assert count
+            vacant[:count] = source[come : come + count]
+            inbox.filled(count)
+            come += count
+        taken += inbox.take(take)
+        assert inbox.held == come - len(taken)
+    taken += inbox.take(room)
+    assert taken == source[:come]
 
 
 @given(
@@ -87,12 +129,12 @@ runs = st.lists(st.tuples(st.integers(0, (1 << 62) - 1), st.integers(1, 1 << 20)
 named = st.lists(st.tuples(st.integers(0, (1 << 31) - 1), st.integers(0, (1 << 63) - 1)), min_size=1, max_size=20)
 
 
-@given(st.binary(min_size=16, max_size=16), st.integers(0, (1 << 64) - 1), runs, named)
-def test_frames_decode_to_what_was_encoded(ticket: bytes, ship: int, targets, generations) -> None:
+@given(st.binary(min_size=16, max_size=16), st.integers(0, (1 << 64) - 1), runs, named, st.booleans())
+def test_frames_decode_to_what_was_encoded(ticket: bytes, ship: int, targets, generations, summed: bool) -> None:
     part = Part(ship, 1, 3, targets, generations)
-    data = wire.pack_frame(ticket, part)
+    data = wire.pack_frame(ticket, part, summed=summed)
     head = wire.parse_head(data[: wire.FRAME.size])
-    assert head.ticket == ticket
+    assert (head.ticket, head.summed, head.tail_bytes) == (ticket, summed, 4 if summed else 0)
     assert head.payload == sum(size for _, size in targets)
     assert head.table_bytes == len(data) - wire.FRAME.size
     assert wire.parse_tables(head, bytearray(data[wire.FRAME.size :])) == part
@@ -108,13 +150,13 @@ def test_a_head_is_bounded_or_refused(tail: bytes) -> None:
     assert head.payload <= wire.MAX_PAYLOAD
 
 
-@given(st.text(max_size=400), st.booleans())
-def test_answers_decode_to_what_was_encoded(reason: str, refused: bool) -> None:
+@given(st.text(max_size=400), st.sampled_from(wire.Verdict))
+def test_answers_decode_to_what_was_encoded(reason: str, given_verdict: wire.Verdict) -> None:
     part = Part(5, 2, 3, [(0, 8)], [(0, 0)])
     head = wire.parse_head(wire.pack_frame(bytes(16), part)[: wire.FRAME.size])
-    data = wire.pack_answer(head, reason if refused else None)
+    data = wire.pack_answer(head, given_verdict, reason)
     verdict, length = wire.parse_answer(data[: wire.ANSWER.size], part)
-    assert verdict == refused
+    assert verdict is given_verdict
     assert length == len(data) - wire.ANSWER.size <= wire.MAX_REASON
     other = Part(5, 1, 3, [(0, 8)], [(0, 0)])
     with pytest.raises(MalformedFrame):

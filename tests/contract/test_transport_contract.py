@@ -23,9 +23,9 @@ from protocol.errors import (
 from protocol.layout import KVLayout
 
 BLOCK = 4096
-LARGE = 128 << 10
+LARGE = 256 << 10
 MANY = 64
-"""MANY blocks of LARGE bytes: long enough under way to be met in the middle."""
+"""MANY blocks of LARGE bytes: long enough under way to be met in the middle, and two parts where there are streams."""
 TRIES = 40
 
 

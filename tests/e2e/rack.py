@@ -87,6 +87,8 @@ async def rack(
     engine: dict[str, object] | None = None,
     decode_engine: dict[str, object] | None = None,
     router: dict[str, object] | None = None,
+    transfer: dict[str, object] | None = None,
+    decode_transfer: dict[str, object] | None = None,
 ) -> AsyncIterator[Rack]:
     """Bring the parts up, and check at the end that every pool went back to its baseline."""
     settings: dict[str, object] = {
@@ -109,6 +111,7 @@ async def rack(
                 model_name=MODEL,
                 engine=EngineConfig(model=str(model), **settings),  # type: ignore[arg-type]
                 routers=routers,
+                **(transfer or {}),  # type: ignore[arg-type]
             )
         )
         for index in range(prefill)
@@ -120,6 +123,7 @@ async def rack(
                 model_name=MODEL,
                 engine=EngineConfig(model=str(model), **{**settings, **(decode_engine or {})}),  # type: ignore[arg-type]
                 routers=routers,
+                **{**(transfer or {}), **(decode_transfer or {})},  # type: ignore[arg-type]
             )
         )
         for index in range(decode)
