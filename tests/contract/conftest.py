@@ -10,7 +10,7 @@ MakeHarbor = Callable[..., Harbor]
 MakeQuay = Callable[..., Quay]
 
 
-@pytest.fixture(params=["inproc", "tcp"])
+@pytest.fixture(params=["inproc", "shm", "tcp"])
 def scheme(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
