@@ -99,7 +99,11 @@ def prefill_config(order: ActorOrder, model: Path, host: str) -> PrefillConfig:
     from prefill_worker.config import PrefillConfig
 
     transfer = order.config.transfer
-    given = _worker(order, model, host) | {"streams": transfer.streams, "transfer_timeout": transfer.timeout}
+    given = _worker(order, model, host) | {
+        "transport": transfer.transport,
+        "streams": transfer.streams,
+        "transfer_timeout": transfer.timeout,
+    }
     with _at("prefill"):
         return PrefillConfig(**_with_limits("prefill.limits", PrefillConfig, given, order.config.prefill.limits))
 

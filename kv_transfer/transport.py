@@ -152,6 +152,11 @@ class Receiver(ABC):
     def address(self) -> str:
         """URI that senders ship to."""
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Every URI that senders may ship to, where there are several."""
+        return (self.address,)
+
     @abstractmethod
     def open(self, window: Window, on_landed: OnLanded, on_broken: OnBroken) -> None:
         """Let ships with the window's ticket write its blocks.

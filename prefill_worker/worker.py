@@ -105,6 +105,8 @@ class PrefillWorker:
             self.pool,
             runner.layout,
             runner.cache.memory(),
+            descriptor=runner.cache.descriptor,
+            mode=self.config.transport,
             send=self._send_to_reader,
             failed=self._lease_failed,
             closed=self._lease_closed,
@@ -178,6 +180,7 @@ class PrefillWorker:
             kv_bytes=exports.kv_bytes,
             kv_seconds=exports.kv_seconds,
             failures=self._failures,
+            transport_fallbacks=exports.chooser.fallbacks,
         )
 
     def _heartbeat(self) -> Heartbeat:

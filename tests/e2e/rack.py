@@ -1,4 +1,4 @@
-"""A whole cluster in one process: a real router service, real workers, real ZeroMQ and real TCP, and no Ray."""
+"""A whole cluster in one process: a real router service, real workers, real ZeroMQ and real transports, and no Ray."""
 
 from __future__ import annotations
 
@@ -87,6 +87,8 @@ async def rack(
     engine: dict[str, object] | None = None,
     decode_engine: dict[str, object] | None = None,
     router: dict[str, object] | None = None,
+    ship_by: str = "auto",
+    listen_by: str = "auto",
 ) -> AsyncIterator[Rack]:
     """Bring the parts up, and check at the end that every pool went back to its baseline."""
     settings: dict[str, object] = {
@@ -109,6 +111,7 @@ async def rack(
                 model_name=MODEL,
                 engine=EngineConfig(model=str(model), **settings),  # type: ignore[arg-type]
                 routers=routers,
+                transport=ship_by,
             )
         )
         for index in range(prefill)
@@ -120,6 +123,7 @@ async def rack(
                 model_name=MODEL,
                 engine=EngineConfig(model=str(model), **{**settings, **(decode_engine or {})}),  # type: ignore[arg-type]
                 routers=routers,
+                transport=listen_by,
             )
         )
         for index in range(decode)
