@@ -10,6 +10,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable
+from typing import cast
 
 from kv_transfer.shm import endpoint, sealed, wire
 from protocol.errors import ChannelLost, KVFerryError, MalformedFrame, TicketRejected
@@ -26,7 +27,7 @@ class Channel(asyncio.Protocol):
         pool_bytes: its length.
         ledger: descriptor of the ledger.
         timeout: seconds without progress after which the receiver is given up.
-        progress: a number that grows as the receiver copies.
+        copied: bytes that the receiver has copied of the ship with this ledger slot.
         on_lost: called once, when nothing can be sent any more.
 
     Attributes:
@@ -44,17 +45,17 @@ class Channel(asyncio.Protocol):
         pool_bytes: int,
         ledger: int,
         timeout: float,
-        progress: Callable[[], int],
+        copied: Callable[[int], int],
         on_lost: Callable[[Channel], None],
     ) -> None:
         self.address = address
         self._timeout = timeout
-        self._progress = progress
+        self._copied = copied
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self.opened: asyncio.Future[None] = self._loop.create_future()
         self._gone: asyncio.Future[None] = self._loop.create_future()
-        self._waiting: dict[int, asyncio.Future[None]] = {}
+        self._waiting: dict[int, tuple[int, asyncio.Future[None]]] = {}
         self._heard = bytearray()
         self._error: KVFerryError | None = None
         self._transport: asyncio.Transport | None = None
@@ -92,7 +93,7 @@ class Channel(asyncio.Protocol):
             if isinstance(error, asyncio.CancelledError):
                 raise
 
-    def send(self, ship: int, frame: bytes, done: asyncio.Future[None]) -> None:
+    def send(self, ship: int, slot: int, frame: bytes, done: asyncio.Future[None]) -> None:
         """Send a ship's frame; ``done`` is finished with its answer, or when the channel is lost."""
         assert self._transport is not None, "opened first"
         if self._error is not None:
@@ -100,7 +101,7 @@ class Channel(asyncio.Protocol):
             return
         if not self._waiting:
             self._still_since = self._loop.time()
-        self._waiting[ship] = done
+        self._waiting[ship] = (slot, done)
         self._transport.write(frame)
         if self._timer is None:
             self._watch()
@@ -126,7 +127,7 @@ class Channel(asyncio.Protocol):
             self._timer.cancel()
             self._timer = None
         waiting, self._waiting = self._waiting, {}
-        for future in (self.opened, *waiting.values()):
+        for future in (self.opened, *[done for _, done in waiting.values()]):
             if not future.done():
                 future.set_exception(self._located(error))
         if not self.opened.cancelled():
@@ -138,10 +139,10 @@ class Channel(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See :class:`asyncio.Protocol`."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's have the methods, and not the base class.
+        self._transport = cast("asyncio.Transport", transport)
         if self._error is not None:
-            transport.abort()
+            self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See :class:`asyncio.Protocol`."""
@@ -179,7 +180,7 @@ class Channel(asyncio.Protocol):
                 raise MalformedFrame(f"the receiver turned us away: {reason}")
             self.opened.set_result(None)
             return True
-        done = self._waiting.pop(ship, None)
+        _, done = self._waiting.pop(ship, (0, None))
         # A ship that was withdrawn is answered, too, and nobody waits for it any more.
         if done is not None and not done.done():
             if refused:
@@ -190,7 +191,7 @@ class Channel(asyncio.Protocol):
 
     def _watch(self) -> None:
         now = self._loop.time()
-        seen = (self._answers, self._progress())
+        seen = (self._answers, sum(self._copied(slot) for slot, _ in self._waiting.values()))
         if seen != self._seen:
             self._seen, self._still_since = seen, now
         if self.opened.done() and not self._waiting:

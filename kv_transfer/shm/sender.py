@@ -56,7 +56,6 @@ class ShmSender(Sender):
         self._book = ShipBook()
         self._ledger = SenderLedger()
         self._room = asyncio.Semaphore(SLOTS)
-        self._slots: set[int] = set()
         self._channels: dict[str, Channel] = {}
         self._closed = self._given_up = False
 
@@ -81,7 +80,6 @@ class ShmSender(Sender):
         ship.check()
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         slot = self._ledger.take(ship.number)
-        self._slots.add(slot)
 
         def stop(error: TransferError) -> None:
             self._ledger.strike(slot)
@@ -98,7 +96,6 @@ class ShmSender(Sender):
                 await self._await_answer(ship, slot, channel, frame, done)
             done.result()
         finally:
-            self._slots.discard(slot)
             self._ledger.give_back(slot)
             if not done.cancel() and not done.cancelled():
                 done.exception()
@@ -109,7 +106,7 @@ class ShmSender(Sender):
         entered = ship.gate.enter()
         assert entered, "stopping a ship finishes its future first"
         try:
-            channel.send(ship.number, frame, done)
+            channel.send(ship.number, slot, frame, done)
             await done
         except BaseException:
             # Whatever ended it, the caller may change the source once this has raised.
@@ -143,14 +140,11 @@ class ShmSender(Sender):
                 self._nbytes,
                 self._ledger.descriptor,
                 self._config.timeout,
-                self._copied,
+                self._ledger.copied,
                 self._lost,
             )
             self._channels[address] = channel
         return channel
-
-    def _copied(self) -> int:
-        return sum(self._ledger.copied(slot) for slot in self._slots)
 
     def _lost(self, channel: Channel) -> None:
         if self._channels.get(channel.address) is channel:

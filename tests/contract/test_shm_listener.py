@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import uvloop
 from ferry import BIND, GENERATION, Harbor, Quay, until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -272,6 +273,24 @@ async def test_nothing_is_left_after_a_hundred_cycles() -> None:
     assert threads <= before[0]
     assert descriptors <= before[1]
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")]
+
+
+def test_the_workers_loop() -> None:
+    async def cycle() -> None:
+        there, here = Harbor("shm", 4, BLOCK), Quay("shm", 4, BLOCK)
+        ticket = there.open([1, 2])
+        await here.ship(there.address, ticket, [(0, 1)])
+        await here.ship(there.address, ticket, [(3, 2)])
+        assert (there.pool[1:3] == here.pool[[0, 3]]).all()
+        await there.receiver.close()
+        with pytest.raises(ChannelLost):
+            await here.ship(there.address, ticket, [(0, 1)])
+        await here.sender.close()
+
+    uvloop.run(cycle())
+    before = len(os.listdir("/proc/self/fd"))
+    uvloop.run(cycle())
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 @pytest.mark.parametrize("address", ["shm://", "shm://a/b", "shm://" + "a" * 65, "tcp://h:1"])

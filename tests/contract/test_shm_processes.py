@@ -12,7 +12,7 @@ import pytest
 from far_process import LARGE, MANY, FarEnd, Start
 from ferry import GENERATION, POISON, Harbor, Quay, until
 
-from kv_transfer.shm.ledger import SenderLedger, _lock
+from kv_transfer.shm.ledger import SLOTS, SenderLedger, _lock
 from kv_transfer.span import Span
 from kv_transfer.transport import TransportConfig
 from protocol.errors import ChannelLost
@@ -143,6 +143,24 @@ async def test_a_stopped_receiver_is_given_up_after_the_timeout(start: Start, qu
     assert time.monotonic() - began < 5.0
 
 
+async def test_a_stopped_receiver_is_given_up_however_busy_another_one_is(start: Start, harbor, quay) -> None:
+    here, there = quay("shm", MANY, LARGE, TransportConfig(timeout=0.5)), harbor("shm", MANY, LARGE)
+    ticket = secrets.token_bytes(16)
+    far = await start("receive", scheme="shm", ticket=ticket.hex())
+    address = str((await far.hear())["address"])
+    await here.ship(address, ticket, [(0, 0)])
+    await far.stop()
+    stuck = asyncio.create_task(here.ship(address, ticket, [(1, 1)]))
+    began = time.monotonic()
+    while not stuck.done():
+        fresh = there.open(range(MANY))
+        await one_big_ship(here, there.address, fresh, MANY)
+        await there.receiver.close_window(fresh)
+        assert time.monotonic() - began < 10.0
+    with pytest.raises(ChannelLost, match=r"no progress for 0\.5 seconds"):
+        await stuck
+
+
 async def test_an_abort_does_not_wait_for_a_receiver_that_was_stopped_between_ships(start: Start, quay) -> None:
     here = quay("shm", MANY, LARGE)
     ticket = secrets.token_bytes(16)
@@ -173,10 +191,10 @@ async def stopped_in_a_copy(start: Start, here: Quay) -> tuple[FarEnd, bytes, as
         far = await start("receive", scheme="shm", ticket=ticket.hex(), blocks=HUGE)
         address = str((await far.hear())["address"])
         task = asyncio.create_task(one_big_ship(here, address, ticket, HUGE))
-        await until(lambda task=task: task.done() or here.sender._copied() > 0)
+        # The first ship of all: it has the last slot.
+        await until(lambda task=task: task.done() or ledger.copied(SLOTS - 1) > 0)
         await far.stop()
-        (slot,) = here.sender._slots or {None}
-        if slot is not None and not _free(ledger, slot):
+        if not task.done() and not _free(ledger, SLOTS - 1):
             return far, ticket, task
         await far.end()
         await asyncio.gather(task, return_exceptions=True)

@@ -304,8 +304,7 @@ async def test_a_cancelled_ship_reads_no_more(scheme, harbor, quay):
 
 async def test_nobody_there(scheme, quay):
     here = quay(scheme, 1, BLOCK)
-    with socket.socket() as taken:
-        # Bound and not listening: the port is ours, and refuses.
+    with socket.socket() as taken:  # bound and not listening: the port is ours, and refuses
         taken.bind(("127.0.0.1", 0))
         address = NOBODY.get(scheme, f"tcp://127.0.0.1:{taken.getsockname()[1]}")
         with pytest.raises(ChannelLost):
