@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kv_transfer.transport import SCHEMES
+from kv_transfer.choice import AUTO, MODES
 from protocol.errors import ConfigError
 
 Setting = bool | int | float | str
@@ -21,8 +21,8 @@ NAME_PATTERN = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62})")
 MIN_OBJECT_STORE_BYTES = 75 << 20
 """Ray refuses a smaller object store."""
 MAX_REPLICAS = 1024
-TRANSPORTS = tuple(sorted({*SCHEMES} - {"inproc"}))
-"""Transports that cross processes, as the workers of a cluster do."""
+TRANSPORTS = tuple(mode for mode in MODES if mode != "inproc")
+"""Transports that cross processes, as the workers of a cluster do, and the word for any of them."""
 
 
 def _check(section: object, *rules: tuple[str, bool, str]) -> None:
@@ -126,14 +126,14 @@ class TransferSection(msgspec.Struct, frozen=True, kw_only=True):
     """How KV blocks travel.
 
     Attributes:
-        transport: URI scheme of the decode workers' receivers.
+        transport: URI scheme that KV blocks travel by; "auto" takes the best that a pair of workers has.
         streams: connections per pair of workers.
         lease_ttl: seconds that prefill holds blocks with no sign of their reader.
         timeout: seconds without progress after which a transfer fails.
         checksum: send a CRC-32 with the blocks, and take none without.
     """
 
-    transport: str = "tcp"
+    transport: str = AUTO
     streams: int = 2
     lease_ttl: float = 30.0
     timeout: float = 10.0

@@ -111,7 +111,8 @@ def prefill_config(order: ActorOrder, model: Path, host: str) -> PrefillConfig:
     """What a prefill worker is told; ``host`` is the address that others reach its host at."""
     from prefill_worker.config import PrefillConfig
 
-    given = _worker(order, model, host) | {"streams": order.config.transfer.streams}
+    transfer = order.config.transfer
+    given = _worker(order, model, host) | {"transport": transfer.transport, "streams": transfer.streams}
     with _at("prefill"):
         return PrefillConfig(**_with_limits("prefill.limits", PrefillConfig, given, order.config.prefill.limits))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.config import EngineConfig
-from kv_transfer.transport import SCHEMES
+from kv_transfer.choice import AUTO, MODES
 from protocol.errors import ConfigError
 
 
@@ -19,7 +19,7 @@ class DecodeConfig:
         engine: model, pool and step limits.
         routers: hub endpoint of every router.
         bind_host: address that prefill workers reach this host at.
-        transport: URI scheme of the KV receiver.
+        transport: URI scheme of the KV receiver; "auto" listens by every transport that works here.
         transfer_timeout: seconds without progress after which a connection is given up.
         transfer_checksum: take no blocks without a checksum.
         transfer_secret: what both ends of a KV connection must know; empty lets everybody in.
@@ -34,7 +34,7 @@ class DecodeConfig:
     engine: EngineConfig
     routers: tuple[str, ...]
     bind_host: str = "127.0.0.1"
-    transport: str = "tcp"
+    transport: str = AUTO
     transfer_timeout: float = 10.0
     transfer_checksum: bool = False
     transfer_secret: str = field(default="", repr=False)
@@ -45,7 +45,7 @@ class DecodeConfig:
             ("name", bool(self.name), "a non-empty string"),
             ("model_name", bool(self.model_name), "a non-empty string"),
             ("routers", bool(self.routers), "at least one hub endpoint"),
-            ("transport", self.transport in SCHEMES, f"one of {', '.join(sorted(SCHEMES))}"),
+            ("transport", self.transport in MODES, f"one of {', '.join(MODES)}"),
             ("transfer_timeout", self.transfer_timeout > 0, "above 0"),
             ("max_waiting", self.max_waiting >= 1, "at least 1"),
         ):

@@ -96,7 +96,7 @@ class Imports:
                 generations=tuple(self._pool.generation(block) for block in blocks),
                 num_tokens=len(request.token_ids),
                 layout=self._layout,
-                address=self._receiver.address,
+                addresses=self._receiver.addresses,
                 ticket=new_ticket(),
                 ttl=request.lease_ttl,
                 now=time.monotonic(),

@@ -23,7 +23,8 @@ from decode_worker.scheduler import DecodeScheduler, Output, chunks_of
 from decode_worker.sequence import Sequence
 from engine.block_pool import BlockPool
 from engine.pool_watch import PoolWatch
-from kv_transfer.transport import TransportConfig, make_receiver
+from kv_transfer.choice import listen
+from kv_transfer.transport import TransportConfig
 from protocol.errors import (
     ContextLengthExceeded,
     InvalidRequest,
@@ -102,8 +103,9 @@ class DecodeWorker:
         )
         context = zmq.asyncio.Context()
         resources.callback(context.term)
-        receiver = make_receiver(
-            f"{self.config.transport}://{self.config.bind_host}:0",
+        receiver = listen(
+            self.config.transport,
+            self.config.bind_host,
             runner.cache.memory(),
             TransportConfig(
                 timeout=self.config.transfer_timeout,
@@ -136,7 +138,7 @@ class DecodeWorker:
             max_model_len=runner.max_model_len,
             layout=runner.layout,
             num_blocks=runner.num_blocks,
-            kv_addresses=(receiver.address,),
+            kv_addresses=receiver.addresses,
             device=str(runner.device),
             pid=os.getpid(),
         )
@@ -255,7 +257,7 @@ class DecodeWorker:
             handoff=handoff,
             kv_blocks=handover.blocks,
             kv_bytes=handover.nbytes,
-            transport=self.config.transport,
+            transport=handover.transport,
         )
         self._wake.set()
 

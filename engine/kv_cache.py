@@ -6,8 +6,12 @@ until it is dropped. Who may touch which block is the pool's business, not this 
 
 from __future__ import annotations
 
+import os
+import weakref
+
 import torch
 
+from engine.shared_memory import allocate
 from protocol.errors import ConfigError, EngineFailure
 from protocol.layout import CacheDtype, KVLayout
 
@@ -26,6 +30,8 @@ class KVCache:
         layout: geometry.
         num_blocks: blocks, the reserved block 0 included.
         tensor: ``[num_blocks, num_layers, 2, *layout.inner_shape()]``.
+        descriptor: of the pool's memory, which is a sealed memfd of just its size; None where it cannot be shared: on a
+            GPU, and on systems without memfd. Open as long as this object lives.
 
     Raises:
         ConfigError: ``num_blocks`` is less than 2.
@@ -37,12 +43,18 @@ class KVCache:
             raise ConfigError(f"num_blocks must be at least 2, got {num_blocks}", field="num_blocks")
         self.layout = layout
         self.num_blocks = num_blocks
+        self.descriptor: int | None = None
+        shape, dtype = layout.pool_shape(num_blocks), TORCH_DTYPES[layout.dtype]
         try:
+            if torch.device(device).type == "cpu" and hasattr(os, "memfd_create"):
+                memory, self.descriptor = allocate(layout.pool_bytes(num_blocks))
+                weakref.finalize(self, os.close, self.descriptor)
+                self.tensor = torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+            else:
+                self.tensor = torch.empty(shape, dtype=dtype, device=device)
             # Not torch.zeros: that leaves the pages to be faulted in later, one by one, by whoever writes first.
-            self.tensor = torch.empty(
-                layout.pool_shape(num_blocks), dtype=TORCH_DTYPES[layout.dtype], device=device
-            ).zero_()
-        except RuntimeError as error:
+            self.tensor.zero_()
+        except (RuntimeError, OSError, OverflowError) as error:
             raise EngineFailure(
                 f"cannot allocate num_blocks {num_blocks}, {layout.pool_bytes(num_blocks)} bytes on {device}: {error}"
             ) from error

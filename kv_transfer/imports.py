@@ -104,7 +104,7 @@ class ImportBook:
         generations: tuple[int, ...],
         num_tokens: int,
         layout: KVLayout,
-        address: str,
+        addresses: tuple[str, ...],
         ticket: bytes,
         ttl: float,
         now: float,
@@ -123,7 +123,7 @@ class ImportBook:
             generations: of these blocks.
             num_tokens: of the prompt.
             layout: of this worker's pool.
-            address: of this worker's receiver.
+            addresses: of this worker's receiver.
             ticket: fresh, 16 bytes.
             ttl: seconds without a sign of the prefill worker that end the import.
             now: monotonic seconds.
@@ -156,7 +156,7 @@ class ImportBook:
             blocks=blocks,
             generations=generations,
             layout=layout,
-            address=address,
+            addresses=addresses,
             ticket=ticket,
             ttl=ttl,
         )

@@ -67,13 +67,13 @@ class Ship:
     Attributes:
         key: of the lease.
         ship_id: to report with.
-        address, ticket, layout: of the receiver, out of its grant.
+        addresses, ticket, layout: of the receiver, out of its grant.
         source_blocks, target_blocks, generations: of equal length; logical order.
     """
 
     key: RequestKey
     ship_id: int
-    address: str
+    addresses: tuple[str, ...]
     ticket: bytes
     layout: KVLayout
     source_blocks: tuple[int, ...]

@@ -189,7 +189,15 @@ class LeaseBook:
         return self._hand_over_if_done(lease, now)
 
     def shipped(
-        self, key: RequestKey, ship_id: int, nbytes: int, blocks: int, seconds: float, now: float
+        self,
+        key: RequestKey,
+        ship_id: int,
+        nbytes: int,
+        blocks: int,
+        seconds: float,
+        now: float,
+        *,
+        transport: str = "",
     ) -> list[Instruction]:
         """Every byte of a ship was acknowledged by the receiver. A report of an unknown ship changes nothing."""
         lease, asked = self._take_ship(key, ship_id)
@@ -203,6 +211,7 @@ class LeaseBook:
         lease.shipped_blocks += blocks
         lease.shipped_bytes += nbytes
         lease.ship_seconds += seconds
+        lease.transport = transport
         return self._hand_over_if_done(lease, now)
 
     def ship_failed(self, key: RequestKey, ship_id: int, error: KVFerryError, now: float) -> list[Instruction]:

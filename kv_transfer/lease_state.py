@@ -85,6 +85,7 @@ class Lease:
         next_block: logical index of the first block that no ship has taken.
         in_flight: block count of each ship that has not reported, by ship id.
         shipped_blocks, shipped_bytes, ship_seconds: sums over the reports.
+        transport: that the ships went by.
         next_token, finished_at: set when the whole prompt is computed.
         expires: when the lease ends by itself; None while nothing counts.
     """
@@ -104,6 +105,7 @@ class Lease:
     shipped_blocks: int = 0
     shipped_bytes: int = 0
     ship_seconds: float = 0.0
+    transport: str = ""
     next_token: TokenId | None = None
     finished_at: float | None = None
     expires: float | None = None
@@ -166,7 +168,7 @@ class Lease:
         return Ship(
             key=self.key,
             ship_id=ship_id,
-            address=grant.address,
+            addresses=grant.addresses,
             ticket=grant.ticket,
             layout=grant.layout,
             source_blocks=tuple(self.source[begin:end]),
@@ -188,6 +190,7 @@ class Lease:
             nbytes=self.shipped_bytes,
             ticket=self.grant.ticket,
             ship=self.ship_seconds,
+            transport=self.transport,
             tail=max(0.0, now - self.finished_at),
         )
 

@@ -18,6 +18,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType, ModuleType
 
 from kv_transfer.span import Span
@@ -25,8 +26,16 @@ from protocol.errors import ConfigError, TransferError, UnknownTransport
 
 TICKET_BYTES = 16
 MIN_SECRET = 16
-SCHEMES: Mapping[str, str] = MappingProxyType({"inproc": "kv_transfer.inproc", "tcp": "kv_transfer.tcp"})
-"""Module of each scheme. It is imported when first asked for, and has ``receiver`` and ``sender`` functions."""
+SCHEMES: Mapping[str, str] = MappingProxyType(
+    {"inproc": "kv_transfer.inproc", "shm": "kv_transfer.shm", "tcp": "kv_transfer.tcp"}
+)
+"""Module of each scheme. It is imported when first asked for, and has ``receiver`` and ``sender`` functions.
+
+The module of a scheme in SHARED has ``shared_sender`` instead of ``sender``. One whose addresses may be out of reach
+has ``why_unreachable``.
+"""
+SHARED = frozenset({"shm"})
+"""Schemes whose senders share their memory, and need its descriptor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +161,11 @@ class Receiver(ABC):
     def address(self) -> str:
         """URI that senders ship to."""
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Every URI that senders may ship to, where there are several."""
+        return (self.address,)
+
     @abstractmethod
     def open(self, window: Window, on_landed: OnLanded, on_broken: OnBroken) -> None:
         """Let ships with the window's ticket write its blocks.
@@ -252,12 +266,34 @@ def make_receiver(bind: str, memory: memoryview, config: TransportConfig | None 
     return receiver
 
 
-def make_sender(scheme: str, memory: memoryview, config: TransportConfig | None = None) -> Sender:
+def make_sender(
+    scheme: str, memory: memoryview, config: TransportConfig | None = None, *, descriptor: int | None = None
+) -> Sender:
     """A sender of the transport ``scheme`` (``"tcp"``), reading ``memory``.
+
+    Args:
+        scheme: of the receivers' addresses.
+        memory: what is read.
+        config: settings.
+        descriptor: of the sealed memfd that ``memory`` is the whole of, where it is one.
 
     Raises:
         UnknownTransport: no transport has that scheme; lists the known ones.
-        ConfigError: the memory is not contiguous.
+        ConfigError: the memory is not contiguous, or not shared and the transport needs that.
     """
-    sender: Sender = _module(scheme).sender(memory, config or TransportConfig())
+    module = _module(scheme)
+    make = partial(module.shared_sender, descriptor=descriptor) if scheme in SHARED else module.sender
+    sender: Sender = make(memory, config or TransportConfig())
     return sender
+
+
+def why_unreachable(address: str) -> str | None:
+    """Why nobody at ``address`` can be reached from this process; None when that is not known, or somebody can.
+
+    Does not wait, and says nothing about a receiver that is there and does not answer.
+
+    Raises:
+        UnknownTransport: no transport has that scheme; lists the known ones.
+    """
+    check: Callable[[str], str | None] | None = getattr(_module(scheme_of(address)), "why_unreachable", None)
+    return None if check is None else check(address)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.config import EngineConfig
+from kv_transfer.choice import AUTO, MODES
 from protocol.errors import ConfigError
 
 
@@ -18,6 +19,7 @@ class PrefillConfig:
         engine: model, pool and step limits.
         routers: hub endpoint of every router.
         bind_host: address that decode workers reach this host at.
+        transport: URI scheme that KV is shipped by; "auto" takes the best that reaches the decode worker.
         streams: TCP connections per decode worker.
         transfer_timeout: seconds without progress after which a ship fails.
         transfer_checksum: send a checksum with the blocks.
@@ -33,6 +35,7 @@ class PrefillConfig:
     engine: EngineConfig
     routers: tuple[str, ...]
     bind_host: str = "127.0.0.1"
+    transport: str = AUTO
     streams: int = 2
     transfer_timeout: float = 10.0
     transfer_checksum: bool = False
@@ -44,6 +47,7 @@ class PrefillConfig:
             ("name", bool(self.name), "a non-empty string"),
             ("model_name", bool(self.model_name), "a non-empty string"),
             ("routers", bool(self.routers), "at least one hub endpoint"),
+            ("transport", self.transport in MODES, f"one of {', '.join(MODES)}"),
             ("streams", 1 <= self.streams <= 64, "in [1, 64]"),
             ("transfer_timeout", self.transfer_timeout > 0, "above 0"),
             ("max_waiting", self.max_waiting >= 1, "at least 1"),

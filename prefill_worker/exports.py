@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 
 from engine.block_pool import BlockPool, HolderKind, Owner
+from kv_transfer.choice import Chooser
 from kv_transfer.instructions import (
     Failed,
     Hold,
@@ -24,8 +25,8 @@ from kv_transfer.instructions import (
 )
 from kv_transfer.lease import LeaseBook
 from kv_transfer.plan import plan
-from kv_transfer.transport import Sender, TransportConfig, make_sender, scheme_of
-from protocol.errors import KVFerryError, Preempted, TransferError
+from kv_transfer.transport import SHARED, Sender, TransportConfig, make_sender, scheme_of
+from protocol.errors import ChannelLost, KVFerryError, Preempted, TransferError
 from protocol.ids import Peer, RequestKey
 from protocol.layout import KVLayout
 from protocol.messages import Abort, ErrorInfo, Grant, Message, Prefill, Renew, Settle
@@ -50,6 +51,8 @@ class Exports:
         pool: whose blocks are leased.
         layout: of the pool.
         memory: the pool's bytes.
+        descriptor: of the pool's memory where that can be shared.
+        mode: which transport to use, as :mod:`kv_transfer.choice` names it.
         send: sends a message to a decode worker.
         failed: tells the worker that a lease ended badly.
         closed: tells the worker that a lease has given back its blocks.
@@ -57,6 +60,7 @@ class Exports:
 
     Attributes:
         kv_blocks, kv_bytes, kv_seconds: shipped and acknowledged so far.
+        chooser: picks the transport for each decode worker.
     """
 
     def __init__(
@@ -65,6 +69,8 @@ class Exports:
         layout: KVLayout,
         memory: memoryview,
         *,
+        descriptor: int | None,
+        mode: str,
         send: Callable[[Peer, Message], bool],
         failed: Callable[[RequestKey, ErrorInfo], None],
         closed: Callable[[RequestKey], None],
@@ -77,6 +83,9 @@ class Exports:
         self._pool = pool
         self._layout = layout
         self._memory = memory
+        self._descriptor = descriptor
+        unusable = {} if descriptor is not None else dict.fromkeys(SHARED, "the pool is not in shared memory")
+        self.chooser = Chooser(mode, unusable)
         self._send = send
         self._failed = failed
         self._closed = closed
@@ -187,20 +196,23 @@ class Exports:
     def _sender(self, address: str) -> Sender:
         scheme = scheme_of(address)
         if scheme not in self._senders:
-            self._senders[scheme] = make_sender(scheme, self._memory, self._transport)
+            self._senders[scheme] = make_sender(scheme, self._memory, self._transport, descriptor=self._descriptor)
         return self._senders[scheme]
 
     async def _ship(self, order: Ship) -> None:
         try:
             spans = plan(self._layout, order.source_blocks, order.layout, order.target_blocks)
-            report = await self._sender(order.address).ship(
-                order.address,
+            address = self.chooser.choose(order.addresses)
+            report = await self._sender(address).ship(
+                address,
                 order.ticket,
                 spans,
                 tuple(zip(order.target_blocks, order.generations, strict=True)),
             )
         except Exception as error:
             # Whatever went wrong, the book must hear of it: without a report the blocks would drain for ever.
+            if isinstance(error, ChannelLost):
+                self.chooser.forget(order.addresses)
             cause = error if isinstance(error, KVFerryError) else TransferError(f"ship {order.ship_id} failed: {error}")
             if cause is not error:
                 logger.exception("ship %d of %s failed", order.ship_id, order.key)
@@ -217,6 +229,7 @@ class Exports:
                 blocks=len(order.source_blocks),
                 seconds=report.seconds,
                 now=time.monotonic(),
+                transport=scheme_of(address),
             )
         )
 

@@ -109,6 +109,8 @@ class PrefillWorker:
             self.pool,
             runner.layout,
             runner.cache.memory(),
+            descriptor=runner.cache.descriptor,
+            mode=self.config.transport,
             send=self._send_to_reader,
             failed=self._lease_failed,
             closed=self._lease_closed,
@@ -177,6 +179,7 @@ class PrefillWorker:
             kv_seconds=exports.kv_seconds,
             preemptions=self._preemptions,
             failures=self._failures,
+            transport_fallbacks=exports.chooser.fallbacks,
         )
 
     def _heartbeat(self) -> Heartbeat:

@@ -2,7 +2,8 @@
 
 History of the wire:
 
-* 1 -- first version.
+* 1 -- first version, not released yet. Since its first draft: ``Grant.addresses`` (several) in place of
+  ``Grant.address``, ``Handover.transport``, ``WorkerLoad.transport_fallbacks``.
 """
 
 from __future__ import annotations

@@ -118,6 +118,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
         prefill_tokens, cached_tokens, decode_tokens: computed, skipped by a prefix hit, generated.
         kv_blocks, kv_bytes, kv_seconds: shipped (prefill) or landed (decode).
         preemptions, failures: requests given back or failed.
+        transport_fallbacks: decode workers that a better transport was offered by than could be used (prefill).
         draining: takes no new work.
     """
 
@@ -138,6 +139,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     kv_seconds: Seconds = 0.0
     preemptions: Count = 0
     failures: Count = 0
+    transport_fallbacks: Count = 0
     draining: bool = False
 
 
@@ -257,7 +259,7 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):
         blocks: destination block ids of logical blocks ``first_block ...``.
         generations: each block's generation; a span for another generation is refused.
         layout: of the destination pool.
-        address: where the receiver listens.
+        addresses: where the receiver listens, one URI per transport; the prefill worker takes its pick.
         ticket: proves to the receiver that the sender was granted this.
         ttl: seconds until the import expires.
     """
@@ -267,7 +269,7 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):
     blocks: BlockIds
     generations: Generations
     layout: KVLayout
-    address: Address
+    addresses: Annotated[tuple[Address, ...], msgspec.Meta(min_length=1, max_length=MAX_ADDRESSES)]
     ticket: Ticket
     ttl: Seconds
 
@@ -305,6 +307,7 @@ class Handover(msgspec.Struct, frozen=True, kw_only=True, tag="handover"):
         blocks, nbytes: written under the grant; decode compares them with what landed.
         ticket: of the grant that was answered.
         ship, tail: seconds in the transport, and from the last chunk's end to this message.
+        transport: URI scheme that the blocks went by; "" when there were none to write.
     """
 
     key: RequestKey
@@ -315,6 +318,7 @@ class Handover(msgspec.Struct, frozen=True, kw_only=True, tag="handover"):
     ticket: Ticket
     ship: Seconds = 0.0
     tail: Seconds = 0.0
+    transport: Annotated[str, msgspec.Meta(max_length=32)] = ""
 
 
 class Refuse(msgspec.Struct, frozen=True, kw_only=True, tag="refuse"):

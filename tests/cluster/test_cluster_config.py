@@ -192,7 +192,7 @@ def test_a_role_overrides_the_shared_engine() -> None:
     orders = {order.name: order for order in worker_orders(config, ("tcp://h:1",), SECRET)}
     prefill = prefill_config(orders["prefill-0"], MODEL, "10.0.0.1")
     assert (prefill.engine.num_blocks, prefill.engine.block_size, prefill.engine.threads) == (32, 8, 3)
-    assert (prefill.max_waiting, prefill.streams, prefill.transfer_timeout) == (7, 3, 4)
+    assert (prefill.max_waiting, prefill.streams, prefill.transfer_timeout, prefill.transport) == (7, 3, 4, "tcp")
     assert (prefill.name, prefill.model_name, prefill.routers) == ("prefill-0", "m", ("tcp://h:1",))
     assert prefill.bind_host == "10.0.0.1"
     decode = decode_config(orders["decode-0"], MODEL, "10.0.0.1")

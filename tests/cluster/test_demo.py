@@ -49,7 +49,7 @@ def test_the_demo_answers_stays_and_leaves_nothing(
         demo.wait()
     assert demo.returncode == status, shown
     assert state is not None
-    for expected in ("prefill-0    ready", "first token (TTFT)", "KV moved: ", "GB/s", "the tcp transport", state.url):
+    for expected in ("prefill-0    ready", "first token (TTFT)", "KV moved: ", "GB/s", "the shm transport", state.url):
         assert expected in shown
     assert "Traceback" not in shown
     assert StateStore(tmp_path).names() == []

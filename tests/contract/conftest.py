@@ -1,16 +1,20 @@
 """Ends of every transport, closed after each test."""
 
+import asyncio
 import contextlib
+import sys
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import pytest
+from far_process import LARGE, MANY, FarEnd, Start
 from ferry import Harbor, Quay
 
 MakeHarbor = Callable[..., Harbor]
 MakeQuay = Callable[..., Quay]
 
 
-@pytest.fixture(params=["inproc", "tcp"])
+@pytest.fixture(params=["inproc", "shm", "tcp"])
 def scheme(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -39,3 +43,18 @@ def quay(closing: contextlib.AsyncExitStack) -> MakeQuay:
         return made
 
     return make
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Start]:
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def begin(role: str, **words: object) -> FarEnd:
+            script = str(Path(__file__).with_name("far_end.py"))
+            pipe = asyncio.subprocess.PIPE
+            far = FarEnd(await asyncio.create_subprocess_exec(sys.executable, script, role, stdin=pipe, stdout=pipe))
+            stack.push_async_callback(far.end)
+            far.tell(**{"scheme": "tcp", "blocks": MANY, "block_bytes": LARGE, **words})
+            return far
+
+        yield begin

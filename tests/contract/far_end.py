@@ -1,11 +1,13 @@
-"""The other process of the TCP tests: ``far_end.py send|receive``, told what to do line by line in JSON."""
+"""The other process of the contract tests: ``far_end.py send|receive``, told what to do line by line in JSON."""
 
 import asyncio
 import json
 import sys
 
 import numpy as np
+from ferry import BIND
 
+from engine.shared_memory import allocate
 from kv_transfer.span import Span
 from kv_transfer.transport import TransportConfig, Window, make_receiver, make_sender
 from protocol.errors import KVFerryError
@@ -23,14 +25,16 @@ async def hear() -> dict[str, object] | None:
 async def send() -> None:
     order = await hear()
     assert order is not None
-    pool = np.full((int(order["blocks"]), int(order["block_bytes"])), int(order["value"]), np.uint8)
-    sender = make_sender("tcp", memoryview(pool), TransportConfig(timeout=float(order["timeout"])))
+    blocks, size = int(order["blocks"]), int(order["block_bytes"])
+    memory, descriptor = allocate(blocks * size)
+    pool = np.frombuffer(memory, np.uint8).reshape(blocks, size)
+    pool[:] = int(order["value"])
+    config = TransportConfig(timeout=float(order["timeout"]))
+    sender = make_sender(str(order["scheme"]), memoryview(pool), config, descriptor=descriptor)
     say(ready=True)
     while order := await hear():
-        size = pool.shape[1]
-        blocks = order["blocks"]
-        spans = [Span(block * size, block * size, size) for block in blocks]
-        named = [(block, int(order["generation"])) for block in blocks]
+        spans = [Span(block * size, block * size, size) for block in order["blocks"]]
+        named = [(block, int(order["generation"])) for block in order["blocks"]]
         try:
             await sender.ship(str(order["address"]), bytes.fromhex(str(order["ticket"])), spans, named)
             say(result="shipped")
@@ -44,7 +48,7 @@ async def receive() -> None:
     assert order is not None
     blocks, size = int(order["blocks"]), int(order["block_bytes"])
     pool = np.zeros((blocks, size), np.uint8)
-    receiver = make_receiver("tcp://127.0.0.1:0", memoryview(pool), TransportConfig(buffer_bytes=64 << 10))
+    receiver = make_receiver(BIND[str(order["scheme"])], memoryview(pool), TransportConfig(buffer_bytes=64 << 10))
     window = Window(bytes.fromhex(str(order["ticket"])), tuple(range(blocks)), (7,) * blocks, size)
     receiver.open(window, lambda _: say(landed=True), lambda *_: say(broken=True))
     say(address=receiver.address)

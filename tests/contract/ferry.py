@@ -1,11 +1,13 @@
 """Two pools and the ends between them, for the contract tests."""
 
 import asyncio
+import os
 import secrets
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from engine.shared_memory import allocate
 from kv_transfer.span import Span
 from kv_transfer.transport import (
     Landed,
@@ -21,7 +23,8 @@ from protocol.errors import TransferError
 
 POISON = 0xA5
 PATIENCE = 20.0
-BIND = {"inproc": "inproc://*", "tcp": "tcp://127.0.0.1:0"}
+BIND = {"inproc": "inproc://*", "shm": "shm://*", "tcp": "tcp://127.0.0.1:0"}
+NOBODY = {"inproc": "inproc://nobody", "shm": "shm://nobody"}
 GENERATION = 7
 SHALLOW = TransportConfig(buffer_bytes=64 << 10)
 """Small socket buffers: a large ship cannot vanish into them whole."""
@@ -70,9 +73,14 @@ class Quay:
 
     def __init__(self, scheme: str, blocks: int, block_bytes: int, config: TransportConfig = SHALLOW) -> None:
         self.block_bytes = block_bytes
+        memory, descriptor = allocate(blocks * block_bytes)
+        self.pool = np.frombuffer(memory, np.uint8).reshape(blocks, block_bytes)
         # No byte equals the poison, so that "written" can be told from "poisoned".
-        self.pool = np.random.default_rng(blocks).integers(0, POISON, (blocks, block_bytes), np.uint8)
-        self.sender: Sender = make_sender(scheme, memoryview(self.pool), config)
+        self.pool[:] = np.random.default_rng(blocks).integers(0, POISON, (blocks, block_bytes), np.uint8)
+        try:
+            self.sender: Sender = make_sender(scheme, memoryview(self.pool), config, descriptor=descriptor)
+        finally:
+            os.close(descriptor)
 
     async def ship(
         self,

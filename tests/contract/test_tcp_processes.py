@@ -1,78 +1,21 @@
 """The TCP transport against a second process that is killed or stopped in the middle."""
 
 import asyncio
-import json
-import os
 import secrets
 import signal
-import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack
-from pathlib import Path
 
 import psutil
 import pytest
+from far_process import LARGE, MANY, FarEnd, Start
 from ferry import GENERATION, POISON, Harbor, until
 
 from kv_transfer.tcp.address import parse
 from kv_transfer.transport import TransportConfig
 from protocol.errors import ChannelLost
 
-LARGE = 1 << 20
-MANY = 64
 PROMPT_CLOSE = 0.1
 TRIES = 20
-
-
-class FarEnd:
-    """The other process."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
-
-    def tell(self, **words: object) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(words).encode() + b"\n")
-
-    async def hear(self) -> dict[str, object]:
-        assert self.process.stdout is not None
-        line = await asyncio.wait_for(self.process.stdout.readline(), 30)
-        assert line, "the other process ended"
-        return dict(json.loads(line))
-
-    def signal(self, number: int) -> None:
-        os.kill(self.process.pid, number)
-
-    async def stop(self) -> None:
-        """SIGSTOP, and wait until the kernel says it is stopped."""
-        self.signal(signal.SIGSTOP)
-        stat = Path(f"/proc/{self.process.pid}/stat")
-        await until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
-
-    async def end(self) -> None:
-        if self.process.returncode is None:
-            self.signal(signal.SIGCONT)
-            self.process.kill()
-        await self.process.communicate()
-
-
-Start = Callable[..., Awaitable[FarEnd]]
-
-
-@pytest.fixture
-async def start() -> AsyncIterator[Start]:
-    async with AsyncExitStack() as stack:
-
-        async def begin(role: str, **words: object) -> FarEnd:
-            script = str(Path(__file__).with_name("far_end.py"))
-            pipe = asyncio.subprocess.PIPE
-            far = FarEnd(await asyncio.create_subprocess_exec(sys.executable, script, role, stdin=pipe, stdout=pipe))
-            stack.push_async_callback(far.end)
-            far.tell(blocks=MANY, block_bytes=LARGE, **words)
-            return far
-
-        yield begin
 
 
 async def caught_midway(far: FarEnd, there: Harbor) -> bytes:

@@ -1,13 +1,15 @@
 """What every KV transport does, run against each of them."""
 
 import asyncio
+import os
 import secrets
 import socket
 
 import numpy as np
 import pytest
-from ferry import GENERATION, ONE_STREAM, POISON, SHALLOW, Harbor, Quay, until
+from ferry import BIND, GENERATION, NOBODY, ONE_STREAM, POISON, SHALLOW, Harbor, Quay, until
 
+from engine.shared_memory import allocate
 from kv_transfer.plan import plan
 from kv_transfer.span import Span
 from kv_transfer.transport import Window, make_receiver, make_sender
@@ -23,7 +25,7 @@ from protocol.errors import (
 from protocol.layout import KVLayout
 
 BLOCK = 4096
-LARGE = 256 << 10
+LARGE = 512 << 10
 MANY = 64
 """MANY blocks of LARGE bytes: long enough under way to be met in the middle, and two parts where there are streams."""
 TRIES = 40
@@ -302,10 +304,9 @@ async def test_a_cancelled_ship_reads_no_more(scheme, harbor, quay):
 
 async def test_nobody_there(scheme, quay):
     here = quay(scheme, 1, BLOCK)
-    with socket.socket() as taken:
-        # Bound and not listening: the port is ours, and refuses.
+    with socket.socket() as taken:  # bound and not listening: the port is ours, and refuses
         taken.bind(("127.0.0.1", 0))
-        address = "inproc://nobody" if scheme == "inproc" else f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        address = NOBODY.get(scheme, f"tcp://127.0.0.1:{taken.getsockname()[1]}")
         with pytest.raises(ChannelLost):
             await here.ship(address, secrets.token_bytes(16), [(0, 0)])
 
@@ -338,16 +339,17 @@ async def test_a_sender_closed_in_mid_ship(scheme, harbor, quay):
 
 
 async def test_closed_ends_let_go_of_the_memory(scheme):
-    here, there = bytearray(BLOCK), bytearray(BLOCK)
-    receiver = make_receiver("inproc://*" if scheme == "inproc" else "tcp://127.0.0.1:0", memoryview(there))
-    sender = make_sender(scheme, memoryview(here))
+    (here, descriptor), there = allocate(BLOCK), bytearray(BLOCK)
+    receiver = make_receiver(BIND[scheme], memoryview(there))
+    sender = make_sender(scheme, memoryview(here), descriptor=descriptor)
+    os.close(descriptor)
     ticket = secrets.token_bytes(16)
     receiver.open(Window(ticket, (0,), (1,), BLOCK), lambda _: None, lambda *_: None)
     await sender.ship(receiver.address, ticket, [Span(0, 0, BLOCK)], [(0, 1)])
     await sender.close()
     await receiver.close()
-    # A bytearray that anybody still views cannot be resized.
-    here.append(1)
+    # A mapping that anybody still views cannot be closed, nor a bytearray resized.
+    here.close()
     there.append(1)
 
 
@@ -376,20 +378,19 @@ def test_a_window_names_what_is_wrong_with_it(change: dict[str, object], field: 
 
 
 async def test_memory_that_will_not_do_is_refused(scheme):
-    bind = "inproc://*" if scheme == "inproc" else "tcp://127.0.0.1:0"
     with pytest.raises(ConfigError, match="read-only"):
-        make_receiver(bind, memoryview(bytes(8)))
+        make_receiver(BIND[scheme], memoryview(bytes(8)))
     with pytest.raises(ConfigError, match="contiguous"):
-        make_receiver(bind, memoryview(bytearray(8))[::2])
+        make_receiver(BIND[scheme], memoryview(bytearray(8))[::2])
     with pytest.raises(ConfigError, match="contiguous"):
         make_sender(scheme, memoryview(bytes(8))[::2])
 
 
 @pytest.mark.parametrize("address", ["pigeon://roof", "127.0.0.1:80", ""])
 def test_an_unknown_scheme_lists_the_known_ones(address: str) -> None:
-    with pytest.raises(UnknownTransport, match="inproc, tcp"):
+    with pytest.raises(UnknownTransport, match="inproc, shm, tcp"):
         make_receiver(address, memoryview(bytearray(8)))
-    with pytest.raises(UnknownTransport, match="inproc, tcp"):
+    with pytest.raises(UnknownTransport, match="inproc, shm, tcp"):
         make_sender("pigeon", memoryview(bytearray(8)))
 
 

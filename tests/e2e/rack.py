@@ -1,4 +1,4 @@
-"""A whole cluster in one process: a real router service, real workers, real ZeroMQ and real TCP, and no Ray."""
+"""A whole cluster in one process: a real router service, real workers, real ZeroMQ and real transports, and no Ray."""
 
 from __future__ import annotations
 
@@ -89,6 +89,8 @@ async def rack(
     router: dict[str, object] | None = None,
     transfer: dict[str, object] | None = None,
     decode_transfer: dict[str, object] | None = None,
+    ship_by: str = "auto",
+    listen_by: str = "auto",
 ) -> AsyncIterator[Rack]:
     """Bring the parts up, and check at the end that every pool went back to its baseline."""
     settings: dict[str, object] = {
@@ -111,6 +113,7 @@ async def rack(
                 model_name=MODEL,
                 engine=EngineConfig(model=str(model), **settings),  # type: ignore[arg-type]
                 routers=routers,
+                transport=ship_by,
                 **(transfer or {}),  # type: ignore[arg-type]
             )
         )
@@ -123,6 +126,7 @@ async def rack(
                 model_name=MODEL,
                 engine=EngineConfig(model=str(model), **{**settings, **(decode_engine or {})}),  # type: ignore[arg-type]
                 routers=routers,
+                transport=listen_by,
                 **{**(transfer or {}), **(decode_transfer or {})},  # type: ignore[arg-type]
             )
         )

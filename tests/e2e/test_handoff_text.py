@@ -59,7 +59,7 @@ async def test_what_crosses_is_the_arithmetic_of_the_layout(tiny_llama_dir: Path
             assert answer.report is not None
             assert (after[0] - before[0], after[1] - before[1]) == (blocks, blocks * layout.block_bytes)
             assert (answer.report.kv_blocks, answer.report.kv_bytes) == (blocks, blocks * layout.block_bytes)
-            assert answer.report.transport == "tcp"
+            assert answer.report.transport == "shm"
         landed = running.decode[0].load()
         assert (landed.kv_blocks, landed.kv_bytes) == shipped(running)
 

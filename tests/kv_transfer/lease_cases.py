@@ -30,7 +30,7 @@ def grant(
         "blocks": blocks,
         "generations": tuple(100 + block for block in blocks),
         "layout": layout,
-        "address": "inproc://d",
+        "addresses": ("inproc://d",),
         "ticket": TICKET,
         "ttl": TTL,
     }

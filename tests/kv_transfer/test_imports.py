@@ -53,7 +53,18 @@ def opened(
 ) -> list[Instruction]:
     generations = tuple(100 + block for block in blocks)
     return book.open(
-        key, PREFILL, first_block, blocks, generations, 10, LAYOUT, "inproc://d", ticket, ttl, now, router=b"router-0"
+        key,
+        PREFILL,
+        first_block,
+        blocks,
+        generations,
+        10,
+        LAYOUT,
+        ("inproc://d",),
+        ticket,
+        ttl,
+        now,
+        router=b"router-0",
     )
 
 
@@ -82,7 +93,7 @@ class TestImporting:
                     blocks=(21, 22, 23),
                     generations=(121, 122, 123),
                     layout=LAYOUT,
-                    address="inproc://d",
+                    addresses=("inproc://d",),
                     ticket=TICKET,
                     ttl=TTL,
                 ),

@@ -49,11 +49,11 @@ class TestShipping:
         book.grant(READER, grant(), 1.0)
         assert book.computed(KEY, [5, 6], 2.0) == [
             Hold(KEY, (5, 6)),
-            Ship(KEY, 0, "inproc://d", TICKET, LAYOUT, (5, 6), (21, 22), (121, 122)),
+            Ship(KEY, 0, ("inproc://d",), TICKET, LAYOUT, (5, 6), (21, 22), (121, 122)),
         ]
         assert book.computed(KEY, [9], 3.0) == [
             Hold(KEY, (9,)),
-            Ship(KEY, 1, "inproc://d", TICKET, LAYOUT, (9,), (23,), (123,)),
+            Ship(KEY, 1, ("inproc://d",), TICKET, LAYOUT, (9,), (23,), (123,)),
         ]
         book.check_integrity()
 

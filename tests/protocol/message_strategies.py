@@ -134,7 +134,7 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Message]] = {
         blocks=token_lists,
         generations=st.lists(st.integers(0, (1 << 63) - 1), max_size=20).map(tuple),
         layout=layouts,
-        address=addresses,
+        addresses=st.lists(addresses, min_size=1, max_size=8).map(tuple),
         ticket=tickets,
         ttl=seconds,
     ),

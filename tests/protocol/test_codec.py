@@ -191,7 +191,7 @@ def test_a_layout_that_contradicts_itself_is_refused() -> None:
         "blocks": [],
         "generations": [],
         "layout": layout,
-        "address": "x",
+        "addresses": ["x"],
         "ticket": b"t" * 16,
         "ttl": 1.0,
     }

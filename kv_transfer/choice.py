@@ -1,0 +1,176 @@
+"""Which transport two workers use: the best that both have and that reaches from one to the other.
+
+A decode worker listens by every transport it can and names all of its addresses in each grant; the prefill worker picks
+one of them. ``auto`` leaves the choice to them; the name of a scheme leaves none.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from kv_transfer.transport import (
+    SCHEMES,
+    OnBroken,
+    OnLanded,
+    Receiver,
+    TransportConfig,
+    Window,
+    make_receiver,
+    why_unreachable,
+)
+from protocol.errors import ChannelLost, ConfigError, UnknownTransport
+
+AUTO = "auto"
+PREFERENCE = ("shm", "tcp")
+"""Schemes that ``auto`` uses, best first."""
+MODES = (AUTO, *sorted(SCHEMES))
+MAX_REMEMBERED = 4096
+"""Receivers whose choice is remembered; above that all are forgotten and chosen anew."""
+
+logger = logging.getLogger(__name__)
+
+
+class Receivers(Receiver):
+    """Several transports that write one memory, as one receiver.
+
+    Life cycle: as of a receiver; each window is open, and closed, in all of them.
+    """
+
+    def __init__(self, receivers: Sequence[Receiver]) -> None:
+        self._receivers = tuple(receivers)
+
+    @property
+    def address(self) -> str:
+        """Of the first of them."""
+        return self._receivers[0].address
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Of each of them."""
+        return tuple(receiver.address for receiver in self._receivers)
+
+    def open(self, window: Window, on_landed: OnLanded, on_broken: OnBroken) -> None:
+        """See :meth:`Receiver.open`. What the first accepts the others do, for they have the same windows."""
+        for receiver in self._receivers:
+            receiver.open(window, on_landed, on_broken)
+
+    async def close_window(self, ticket: bytes) -> None:
+        """See :meth:`Receiver.close_window`."""
+        for receiver in self._receivers:
+            await receiver.close_window(ticket)
+
+    async def close(self) -> None:
+        """See :meth:`Receiver.close`."""
+        for receiver in self._receivers:
+            await receiver.close()
+
+
+def listen(mode: str, host: str, memory: memoryview, config: TransportConfig) -> Receiver:
+    """A receiver by the transport ``mode``, or with ``auto`` by every one that works here.
+
+    Args:
+        mode: a scheme, or ``auto``.
+        host: address that senders on other hosts reach this one at.
+        memory: writable.
+        config: of each transport.
+
+    Raises:
+        UnknownTransport: there is no such transport.
+        ConfigError: it, or with ``auto`` not one, can be used here.
+    """
+    if mode != AUTO:
+        return make_receiver(_bind(mode, host), memory, config)
+    receivers: list[Receiver] = []
+    reasons: list[str] = []
+    for scheme in PREFERENCE:
+        try:
+            receivers.append(make_receiver(_bind(scheme, host), memory, config))
+        except ConfigError as error:
+            reasons.append(f"{scheme}: {error.message}")
+            logger.warning("not listening by %s: %s", scheme, error.message)
+    if not receivers:
+        raise ConfigError("no transport can be used here: " + "; ".join(reasons), field="transport")
+    return Receivers(receivers)
+
+
+def _bind(scheme: str, host: str) -> str:
+    return f"{scheme}://*" if scheme in ("inproc", "shm") else f"{scheme}://{host}:0"
+
+
+class Chooser:
+    """Picks one of a receiver's addresses.
+
+    Args:
+        mode: a scheme, or ``auto``.
+        unusable: why a scheme cannot be used from here, whatever the receiver, by scheme.
+        reach: says why an address cannot be reached; None when it can, or when that shows only later.
+
+    Attributes:
+        fallbacks: how often a better transport was offered and another one taken, once per receiver.
+
+    Raises:
+        ConfigError: the mode cannot be used from here.
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        unusable: dict[str, str] | None = None,
+        reach: Callable[[str], str | None] = why_unreachable,
+    ) -> None:
+        self._unusable = unusable or {}
+        if mode in self._unusable:
+            raise ConfigError(f"transport {mode!r} cannot be used: {self._unusable[mode]}", field="transport")
+        self._mode = mode
+        self._reach = reach
+        self._chosen: dict[tuple[str, ...], str] = {}
+        self._told: set[tuple[str, ...]] = set()
+        self.fallbacks = 0
+
+    def choose(self, addresses: tuple[str, ...]) -> str:
+        """The address to ship to; the same one until :meth:`forget`.
+
+        Raises:
+            UnknownTransport: the receiver offers no transport that may be used; lists its addresses.
+            ChannelLost: it does, and none can be reached; names the reasons.
+        """
+        chosen = self._chosen.get(addresses)
+        if chosen is None:
+            if len(self._chosen) >= MAX_REMEMBERED:
+                self._chosen.clear()
+                self._told.clear()
+            chosen = self._chosen[addresses] = self._pick(addresses)
+        return chosen
+
+    def forget(self, addresses: tuple[str, ...]) -> None:
+        """Choose anew next time: what was chosen failed."""
+        self._chosen.pop(addresses, None)
+
+    def _pick(self, addresses: tuple[str, ...]) -> str:
+        offered = {address.partition("://")[0]: address for address in reversed(addresses)}
+        # A forced scheme that is in no preference (inproc) is as good as one that is.
+        wanted = [scheme for scheme in PREFERENCE if scheme in offered] if self._mode == AUTO else [self._mode]
+        if not any(scheme in offered for scheme in wanted):
+            raise UnknownTransport(
+                f"transport {self._mode!r} is wanted here, the decode worker offers {', '.join(addresses)}",
+                field="transport",
+            )
+        reasons: list[str] = []
+        for scheme in wanted:
+            reason = self._unusable.get(scheme) or self._reach(offered[scheme])
+            if reason is None:
+                self._tell(addresses, offered[scheme], reasons)
+                return offered[scheme]
+            reasons.append(f"{scheme}: {reason}")
+        raise ChannelLost(f"no transport reaches the decode worker: {'; '.join(reasons)}")
+
+    def _tell(self, addresses: tuple[str, ...], chosen: str, reasons: Sequence[str]) -> None:
+        if addresses in self._told:
+            return
+        self._told.add(addresses)
+        if reasons:
+            self.fallbacks += 1
+            logger.warning("KV goes to %s, not by a better transport: %s", chosen, "; ".join(reasons))
+        else:
+            logger.info("KV goes to %s", chosen)

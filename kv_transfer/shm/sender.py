@@ -1,0 +1,176 @@
+"""The prefill side of the shared-memory transport. It has no thread: receivers do the copying.
+
+Life cycle: made -> ships come and go, connections are made when first needed and kept -> closed.
+
+A ship's gate stands for the receiver that reads its bytes: it is entered before the frame goes out, and left when the
+receiver has answered or the ledger proves it quiet. A receiver that is stopped (SIGSTOP) in the middle of a batch thus
+holds up an abort, and the end of the ship, until it goes on or dies; the blocks wait in quarantine as long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from kv_transfer.memory import as_bytes
+from kv_transfer.ships import Ship, ShipBook, check_ship
+from kv_transfer.shm import sealed, wire
+from kv_transfer.shm.channel import Channel
+from kv_transfer.shm.ledger import SLOTS, SenderLedger
+from kv_transfer.span import Span
+from kv_transfer.transport import Sender, ShipReport, TransportConfig
+from protocol.errors import ConfigError, IntegrityMismatch, TransferError
+
+FIRST_LOOK, LAST_LOOK = 0.0002, 0.02
+"""Seconds between looks at a struck entry that is not quiet; each is twice the one before."""
+
+log = logging.getLogger(__name__)
+
+
+class ShmSender(Sender):
+    """See :class:`~kv_transfer.transport.Sender`.
+
+    Args:
+        memory: what is read.
+        config: timeout is what a receiver has to get on.
+        descriptor: of the sealed memfd that ``memory`` is the whole of; a copy is kept until closed.
+
+    Raises:
+        ConfigError: there is no descriptor, or it is not one of sealed memory of that length.
+    """
+
+    def __init__(self, memory: memoryview, config: TransportConfig, descriptor: int | None) -> None:
+        self._nbytes = as_bytes(memory, writable=False).nbytes
+        if descriptor is None or not sys.platform.startswith("linux"):
+            raise ConfigError("the shm transport needs Linux, and a pool in shared memory", field="memory")
+        try:
+            sealed.check(descriptor, self._nbytes)
+        except IntegrityMismatch as error:
+            raise ConfigError(error.message, field="memory") from error
+        self._pool = os.dup(descriptor)
+        self._config = config
+        self._book = ShipBook()
+        self._ledger = SenderLedger()
+        self._room = asyncio.Semaphore(SLOTS)
+        self._channels: dict[str, Channel] = {}
+        self._closed = self._given_up = False
+
+    async def ship(
+        self, address: str, ticket: bytes, spans: Sequence[Span], generations: Sequence[tuple[int, int]]
+    ) -> ShipReport:
+        """See :meth:`Sender.ship`."""
+        started = time.monotonic()
+        ship = self._book.start(ticket)
+        try:
+            check_ship(spans, generations, self._nbytes)
+            if spans:
+                async with self._room:
+                    await self._deliver(ship, address, spans, generations)
+        finally:
+            self._book.finish(ship)
+        return ShipReport(sum(span.nbytes for span in spans), len(spans), time.monotonic() - started)
+
+    async def _deliver(
+        self, ship: Ship, address: str, spans: Sequence[Span], generations: Sequence[tuple[int, int]]
+    ) -> None:
+        ship.check()
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        slot = self._ledger.take(ship.number)
+
+        def stop(error: TransferError) -> None:
+            self._ledger.strike(slot)
+            if not done.done():
+                done.set_exception(error)
+
+        try:
+            frame = wire.pack_frame(ship.ticket, ship.number, slot, spans, generations)
+            ship.on_stop(stop)
+            channel = self._channel(address)
+            await asyncio.wait({channel.opened, done}, return_when=asyncio.FIRST_COMPLETED)
+            if not done.done():
+                channel.opened.result()
+                await self._await_answer(ship, slot, channel, frame, done)
+            done.result()
+        finally:
+            self._ledger.give_back(slot)
+            if not done.cancel() and not done.cancelled():
+                done.exception()
+
+    async def _await_answer(
+        self, ship: Ship, slot: int, channel: Channel, frame: bytes, done: asyncio.Future[None]
+    ) -> None:
+        entered = ship.gate.enter()
+        assert entered, "stopping a ship finishes its future first"
+        try:
+            channel.send(ship.number, slot, frame, done)
+            await done
+        except BaseException:
+            # Whatever ended it, the caller may change the source once this has raised.
+            self._ledger.strike(slot)
+            await self._until_quiet(slot)
+            raise
+        finally:
+            self._ledger.strike(slot)
+            channel.forget(ship.number)
+            ship.gate.leave()
+
+    async def _until_quiet(self, slot: int) -> None:
+        pause = FIRST_LOOK
+        cancelled: asyncio.CancelledError | None = None
+        while not self._ledger.is_quiet(slot) and not self._given_up:
+            try:
+                await asyncio.sleep(pause)
+            except asyncio.CancelledError as error:
+                # Whoever cancels must wait no less than whoever aborts.
+                cancelled = error
+            pause = min(2 * pause, LAST_LOOK)
+        if cancelled is not None:
+            raise cancelled
+
+    def _channel(self, address: str) -> Channel:
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = Channel(
+                address,
+                self._pool,
+                self._nbytes,
+                self._ledger.descriptor,
+                self._config.timeout,
+                self._ledger.copied,
+                self._lost,
+            )
+            self._channels[address] = channel
+        return channel
+
+    def _lost(self, channel: Channel) -> None:
+        if self._channels.get(channel.address) is channel:
+            del self._channels[channel.address]
+
+    async def abort(self, ticket: bytes) -> None:
+        """See :meth:`Sender.abort`."""
+        await self._book.abort(ticket)
+
+    async def close(self) -> None:
+        """See :meth:`Sender.close`.
+
+        A receiver that stays stopped in the middle of a batch is waited for ``timeout`` seconds. What it reads after
+        that is never taken for whole: its ledger entry is struck.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            async with asyncio.timeout(self._config.timeout):
+                await self._book.close()
+        except TimeoutError:
+            log.warning("closed while a receiver that does not move still reads the pool")
+            self._given_up = True
+            await self._book.close()
+        for channel in tuple(self._channels.values()):
+            await channel.close()
+        self._ledger.close()
+        os.close(self._pool)

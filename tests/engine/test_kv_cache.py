@@ -1,0 +1,75 @@
+"""The pool's memory, and that another process can be given it."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+
+import pytest
+import torch
+
+from engine.kv_cache import KVCache
+from engine.shared_memory import allocate
+from protocol.errors import EngineFailure
+from protocol.layout import KVLayout
+
+LAYOUT = KVLayout(num_layers=2, kv_heads=2, head_dim=8, block_size=4, dtype="float16")
+
+needs_memfd = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memfd here")
+
+
+@needs_memfd
+def test_a_cpu_pool_is_shared_memory() -> None:
+    cache = KVCache(LAYOUT, 6)
+    assert cache.descriptor is not None
+    assert os.fstat(cache.descriptor).st_size == cache.nbytes == len(cache.memory())
+    assert not cache.tensor.any()
+    cache.tensor[3] = 1.5
+    with mmap.mmap(cache.descriptor, cache.nbytes, prot=mmap.PROT_READ) as seen:
+        there = torch.frombuffer(bytearray(seen), dtype=torch.float16).view(cache.tensor.shape)
+        assert torch.equal(there, cache.tensor)
+    assert cache.tensor.is_contiguous()
+    assert cache.data_ptr % mmap.PAGESIZE == 0
+
+
+@needs_memfd
+def test_nobody_else_can_write_or_shorten_it() -> None:
+    cache = KVCache(LAYOUT, 6)
+    assert cache.descriptor is not None
+    with pytest.raises(OSError, match="not permitted"):
+        os.ftruncate(cache.descriptor, 0)
+    with pytest.raises(OSError, match="not permitted"):
+        mmap.mmap(cache.descriptor, cache.nbytes)
+
+
+@needs_memfd
+def test_the_descriptor_ends_with_the_cache_and_the_memory_with_its_last_view() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    cache = KVCache(LAYOUT, 6)
+    tensor, descriptor = cache.tensor, cache.descriptor
+    assert descriptor is not None
+    del cache
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+    tensor.fill_(2)
+    assert tensor.sum() == 2 * tensor.numel()
+    del tensor
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+@needs_memfd
+def test_more_than_there_is_fails_before_it_is_touched() -> None:
+    with pytest.raises(OSError, match="memory"):
+        allocate(1 << 50)
+    with pytest.raises(EngineFailure, match="num_blocks"):
+        KVCache(LAYOUT, 1 << 45)
+
+
+def test_without_memfd_the_pool_is_private(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    cache = KVCache(LAYOUT, 6)
+    assert cache.descriptor is None
+    assert not cache.tensor.any()
