@@ -24,7 +24,9 @@ from kv_transfer.span import Span
 from protocol.errors import ConfigError, TransferError, UnknownTransport
 
 TICKET_BYTES = 16
-SCHEMES: Mapping[str, str] = MappingProxyType({"inproc": "kv_transfer.inproc", "tcp": "kv_transfer.tcp"})
+SCHEMES: Mapping[str, str] = MappingProxyType(
+    {"inproc": "kv_transfer.inproc", "tcp": "kv_transfer.tcp", "ucx": "kv_transfer.ucx"}
+)
 """Module of each scheme. It is imported when first asked for, and has ``receiver`` and ``sender`` functions."""
 
 

@@ -2,16 +2,32 @@
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from functools import cache
 
 import pytest
 from ferry import Harbor, Quay
+
+from kv_transfer.ucx.report import describe
 
 MakeHarbor = Callable[..., Harbor]
 MakeQuay = Callable[..., Quay]
 
 
-@pytest.fixture(params=["inproc", "tcp"])
+@cache
+def missing_ucx() -> str:
+    """Why the ucx transport does not work here; empty where it does."""
+    return describe().reason if not describe().usable else ""
+
+
+def need_ucx() -> None:
+    if missing_ucx():
+        pytest.skip(missing_ucx())
+
+
+@pytest.fixture(params=["inproc", "tcp", pytest.param("ucx", marks=pytest.mark.ucx)])
 def scheme(request: pytest.FixtureRequest) -> str:
+    if request.param == "ucx":
+        need_ucx()
     return str(request.param)
 
 

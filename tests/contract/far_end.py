@@ -24,7 +24,9 @@ async def send() -> None:
     order = await hear()
     assert order is not None
     pool = np.full((int(order["blocks"]), int(order["block_bytes"])), int(order["value"]), np.uint8)
-    sender = make_sender("tcp", memoryview(pool), TransportConfig(timeout=float(order["timeout"])))
+    sender = make_sender(
+        str(order.get("scheme", "tcp")), memoryview(pool), TransportConfig(timeout=float(order["timeout"]))
+    )
     say(ready=True)
     while order := await hear():
         size = pool.shape[1]
@@ -44,7 +46,9 @@ async def receive() -> None:
     assert order is not None
     blocks, size = int(order["blocks"]), int(order["block_bytes"])
     pool = np.zeros((blocks, size), np.uint8)
-    receiver = make_receiver("tcp://127.0.0.1:0", memoryview(pool), TransportConfig(buffer_bytes=64 << 10))
+    receiver = make_receiver(
+        f"{order.get('scheme', 'tcp')}://127.0.0.1:0", memoryview(pool), TransportConfig(buffer_bytes=64 << 10)
+    )
     window = Window(bytes.fromhex(str(order["ticket"])), tuple(range(blocks)), (7,) * blocks, size)
     receiver.open(window, lambda _: say(landed=True), lambda *_: say(broken=True))
     say(address=receiver.address)

@@ -21,7 +21,7 @@ from protocol.errors import TransferError
 
 POISON = 0xA5
 PATIENCE = 20.0
-BIND = {"inproc": "inproc://*", "tcp": "tcp://127.0.0.1:0"}
+BIND = {"inproc": "inproc://*", "tcp": "tcp://127.0.0.1:0", "ucx": "ucx://127.0.0.1:0"}
 GENERATION = 7
 SHALLOW = TransportConfig(buffer_bytes=64 << 10)
 """Small socket buffers: a large ship cannot vanish into them whole."""
