@@ -1,9 +1,13 @@
-"""KV over UCX: the receiver reads the sender's pool with one-sided gets, over RDMA, shared memory or TCP.
+"""KV over UCX: tagged messages straight from pool to pool, over whatever UCX has: RDMA, shared memory or TCP.
 
-A *channel* is a TCP connection for descriptors and answers, and on either end a UCX worker with one endpoint; it
-carries one part of a ship at a time. The sender describes what to read; the receiver checks that against its windows,
-reads it straight into the granted blocks, and answers. So the receiver alone writes the receiver's memory, and a window
-is quiet when its own gets have ended.
+A *channel* is a TCP connection for announcements and answers, and on either end a UCX worker with one endpoint; it
+carries one part of a ship at a time. The sender announces a part; the receiver checks that against its windows, posts
+receives for exactly the granted blocks, and says "go". A part that is cut short takes its channel with it, and what
+proves a block quiet is that the worker that could have touched it is destroyed.
+
+Why no one-sided gets, which are faster on paper: UCX 1.22 offers none on an endpoint that reports its peer's death,
+except over RDMA; elsewhere it emulates them, and the emulation ends the *process* that is read from ("Fatal: unexpected
+error") when the reader dies in the middle. Large messages go over RDMA without a copy too.
 
 ``shim.c`` is what we use of libucp, ``build`` makes and ``library`` loads it, ``channel`` drives one worker from a
 thread's own event loop (``loop_thread``), ``wire`` holds the bytes of the TCP connection, ``serving`` and ``delivery``

@@ -1,8 +1,8 @@
 """One UCX worker and its endpoint, driven from an event loop; only from within the loop's thread.
 
-Life cycle: made -> connected -> [pull -> quiet]* -> closed (endpoint closed by force, worker destroyed). A pull that is
-told to stop lets what is under way end for a short while, and then has the endpoint closed, for a stopped peer may
-never answer. Either way it is quiet only when UCX has said so of every get.
+Life cycle: made -> connected -> [move -> through]* -> closed (endpoint closed by force, worker destroyed). A move that
+is not through when it ends takes the channel with it: UCX lets no receive be taken back that has begun to fill, so what
+proves that the memory is quiet is that its worker is no more.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import numpy as np
 
 from kv_transfer.ucx.library import IN_PROGRESS, MAX_ADDRESS, Context
 
+CLOSED = -16
+"""The status of a move whose channel was closed under it: UCX's UCS_ERR_CANCELED."""
 TURN = 0.001
 """Seconds of one turn before the loop's other business gets its own."""
-GRACE = 0.05
-"""Seconds that gets under way have to end by themselves. What follows is harsher, not less certain."""
 
 
 class Stop:
-    """A flag that the shim reads before each get; any thread may set it.
+    """A flag that the shim reads before each piece; any thread may set it.
 
     Attributes:
         address: of the flag.
@@ -35,7 +35,7 @@ class Stop:
         self.address = ctypes.addressof(self._flag)
 
     def set(self) -> None:
-        """Let no further get begin."""
+        """Let no further piece begin."""
         self._flag.value = 1
 
     @property
@@ -65,7 +65,7 @@ class Channel:
         self._spans: np.ndarray[tuple[int, int], np.dtype[np.uint64]] | None = None
         self._stop = Stop()
         self._quiet: asyncio.Future[int] | None = None
-        self._grace: asyncio.TimerHandle | None = None
+        self._outcome = 0
         self._closed: asyncio.Future[None] = self._loop.create_future()
         self._closing = False
         self._loop.add_reader(self._event_fd, self._turn)
@@ -77,15 +77,13 @@ class Channel:
         self._library.check(status, "packing a worker's address")
         return buffer.raw[: room.value]
 
-    def connect(self, address: bytes, key: bytes) -> None:
-        """Make the endpoint to the peer's worker; with ``key`` its memory can be read.
+    def connect(self, address: bytes) -> None:
+        """Make the endpoint to the peer's worker.
 
         Raises:
             ChannelLost: UCX cannot reach it.
         """
         self._library.check(self._calls.kvf_connect(self._handle, address), "connecting")
-        if key:
-            self._library.check(self._calls.kvf_unpack(self._handle, key), "taking the peer's memory key")
         self.kick()
 
     def describe(self) -> str:
@@ -94,35 +92,38 @@ class Channel:
         self._calls.kvf_describe(self._context.handle, self._handle, buffer, MAX_ADDRESS)
         return buffer.value.decode(errors="replace")
 
-    def pull(self, spans: Sequence[tuple[int, int, int]], stop: Stop) -> asyncio.Future[int]:
-        """Read ``(local address, remote address, bytes)`` one after the other, until done, lost or stopped.
+    def move(self, spans: Sequence[tuple[int, int]], stop: Stop, *, receives: bool) -> asyncio.Future[int]:
+        """Send or receive ``(address, bytes)`` one after the other, until through, lost or stopped.
 
-        Set ``stop`` and call :meth:`kick` to end it early; do not cancel what this returns.
+        Set ``stop`` and call :meth:`kick`, or :meth:`close`, to end it early; do not cancel what this returns.
 
         Returns:
-            Of the status, 0 when every byte is here. Once it is there nothing is written any more.
+            Of the status: 0 when every byte is through; else the channel is closed. Once it is there the memory is
+            touched no more.
         """
-        assert self._is_quiet(), "one pull at a time"
+        assert self._is_quiet(), "one move at a time"
         self._spans = np.array(spans, np.uint64)
         self._stop = stop
         self._quiet = self._loop.create_future()
-        self._calls.kvf_pull(self._handle, self._spans.ctypes.data, len(spans), self._context.memory, stop.address)
+        self._calls.kvf_move(
+            self._handle, self._spans.ctypes.data, len(spans), int(receives), self._context.memory, stop.address
+        )
         self._turn()
         return self._quiet
 
     @property
     def alive(self) -> bool:
-        """Whether it may carry another pull."""
+        """Whether it may carry another move."""
         return self._handle is not None and not self._closing and not self._calls.kvf_broken(self._handle)
 
     def reason(self, status: int) -> str:
-        """What a pull's status means."""
+        """What a move's status means."""
         return self._library.reason(status)
 
     @property
-    def landed(self) -> int:
-        """Bytes of the pull that are here."""
-        return int(self._calls.kvf_landed(self._handle)) if self._handle is not None else 0
+    def moved(self) -> int:
+        """Bytes of the move that are through."""
+        return int(self._calls.kvf_moved_bytes(self._handle)) if self._handle is not None else 0
 
     def kick(self) -> None:
         """Take a turn soon: something was changed from outside UCX."""
@@ -153,9 +154,9 @@ class Channel:
         if self._handle is None:
             return
         status = self._calls.kvf_turn(self._handle, TURN)
-        if self._quiet is not None and not self._quiet.done():
-            self._look(self._quiet)
-        if self._closing and self._calls.kvf_closed(self._handle) and self._is_quiet():
+        if not self._is_quiet():
+            self._look()
+        if self._closing and self._calls.kvf_closed(self._handle):
             self._free()
         elif status:
             self.kick()
@@ -163,19 +164,19 @@ class Channel:
     def _is_quiet(self) -> bool:
         return self._quiet is None or self._quiet.done()
 
-    def _look(self, quiet: asyncio.Future[int]) -> None:
-        result = self._calls.kvf_pulled(self._handle)
-        if result != IN_PROGRESS:
-            if self._grace is not None:
-                self._grace.cancel()
-                self._grace = None
-            quiet.set_result(result)
-        elif self._stop.is_set and self._grace is None and not self._closing:
-            self._grace = self._loop.call_later(GRACE, self._cut)
+    def _look(self) -> None:
+        assert self._quiet is not None, "a move is on"
+        result = self._calls.kvf_moved(self._handle)
+        if not result:
+            self._quiet.set_result(0)
+        elif result != IN_PROGRESS and not self._closing:
+            self._outcome = result
+            self._cut()
 
     def _free(self) -> None:
         self._loop.remove_reader(self._event_fd)
         self._calls.kvf_channel_free(self._handle)
         self._handle = None
-        if not self._closed.done():
-            self._closed.set_result(None)
+        if self._quiet is not None and not self._quiet.done():
+            self._quiet.set_result(self._outcome or CLOSED)
+        self._closed.set_result(None)

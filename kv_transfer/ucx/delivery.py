@@ -1,39 +1,44 @@
-"""The sender's side of one channel: describes a part and waits for the verdict. Lives in the loop thread.
+"""The sender's side of one channel: announces a part, sends it on "go", waits for the verdict. In the loop thread.
 
-Life cycle: open -> [part -> verdict]* -> closed. Once a part is described, the peer may read the pool for it until it
-has answered, or until the connection and the UCX worker have both ended. A delivery returns or raises only then: a peer
-that is stopped could otherwise go on reading when it resumes.
+Life cycle: open -> [part -> go -> bytes -> verdict]* -> closed. A delivery that is given up takes the channel with it:
+once its UCX worker is destroyed nobody reads the pool for it, whatever the peer does, and the end of the connection
+tells the peer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from kv_transfer.tcp.address import Endpoint
 from kv_transfer.tcp.tuning import tune
 from kv_transfer.transport import TransportConfig
 from kv_transfer.ucx import wire
-from kv_transfer.ucx.channel import Channel
+from kv_transfer.ucx.channel import Channel, Stop
 from kv_transfer.ucx.library import Context
 from kv_transfer.ucx.loop_thread import settled, streams
 from kv_transfer.ucx.wire import Verdict
 from kv_transfer.windows import Part
 from protocol.errors import ChannelLost, KVFerryError, TicketRejected, TransferError
 
+T = TypeVar("T")
+
 
 class Parcel:
     """One part of a ship on its way.
 
     Attributes:
+        ticket: of the window.
+        part: as announced.
+        sources: ``(address, bytes)`` of what is sent.
         stopped: set to the error with which its ship was stopped.
     """
 
     __slots__ = ("part", "sources", "stopped", "ticket")
 
-    def __init__(self, ticket: bytes, part: Part, sources: Sequence[int]) -> None:
+    def __init__(self, ticket: bytes, part: Part, sources: Sequence[tuple[int, int]]) -> None:
         self.ticket = ticket
         self.part = part
         self.sources = sources
@@ -57,13 +62,12 @@ class Line:
         self._writer = writer
 
     @classmethod
-    async def open(cls, endpoint: Endpoint, context: Context, pool: tuple[int, int], config: TransportConfig) -> Line:
+    async def open(cls, endpoint: Endpoint, context: Context, config: TransportConfig) -> Line:
         """Connect and exchange hellos.
 
         Args:
             endpoint: of the receiver.
             context: of the pool.
-            pool: its address and length.
             config: for the time limit.
 
         Raises:
@@ -75,11 +79,11 @@ class Line:
         try:
             async with asyncio.timeout(config.timeout):
                 reader, writer = await streams(await _connected(endpoint, config))
-                ours = wire.Hello(wire.ucx_release(context.library.version), *pool, context.key, channel.address())
+                ours = wire.Hello(wire.ucx_release(context.library.version), channel.address())
                 writer.write(wire.pack_hello(ours))
                 theirs = await wire.read_hello(reader)
                 wire.check_release(ours, theirs)
-                channel.connect(theirs.worker, b"")
+                channel.connect(theirs.worker)
             return cls(channel, reader, writer, config.timeout)
         except BaseException as error:
             if writer is not None:
@@ -96,65 +100,55 @@ class Line:
         """Whether the peer is still there, as far as is known."""
         return not self._reader.at_eof() and not self._writer.is_closing() and self._channel.alive
 
-    async def deliver(self, parcel: Parcel, on_stall: Callable[[TransferError], None]) -> None:
-        """Describe a part and wait until the peer has read it, or reads it no more.
-
-        Args:
-            parcel: the part.
-            on_stall: called when the peer is given up for making no progress, which may be long before it is proved
-                quiet.
+    async def deliver(self, parcel: Parcel) -> None:
+        """Have the peer take a part; when this returns or raises, the pool is read no more for it.
 
         Raises:
             TicketRejected, ChannelLost: see :meth:`~kv_transfer.transport.Sender.ship`.
         """
-        self._writer.write(wire.pack_part(parcel.ticket, parcel.part, parcel.sources))
-        given_up: TransferError | None = None
+        sent: asyncio.Future[int] | None = None
         try:
-            while True:
-                answer = asyncio.create_task(wire.read_answer(self._reader, parcel.part))
-                if given_up is None:
-                    either: set[asyncio.Future[Any]] = {answer, parcel.stopped}
-                    await asyncio.wait(either, timeout=self._timeout, return_when=asyncio.FIRST_COMPLETED)
-                    if not answer.done():
-                        given_up = self._give_up(parcel, on_stall)
-                verdict, reason = await answer
-                if verdict is not Verdict.PROGRESS:
-                    break
+            self._writer.write(wire.pack_part(parcel.ticket, parcel.part))
+            verdict, reason = await self._verdict(parcel)
+            while verdict in (Verdict.GO, Verdict.PROGRESS):
+                if sent is None and verdict is Verdict.GO:
+                    sent = self._channel.move(parcel.sources, Stop(), receives=False)
+                verdict, reason = await self._verdict(parcel)
+            if verdict is Verdict.REFUSED:
+                raise TicketRejected(reason)
+            if verdict is not Verdict.LANDED or sent is None:
+                raise ChannelLost(f"the receiver lost the connection: {reason}")
+            await self._heard(parcel, sent)
+        except TicketRejected:
+            if sent is not None:
+                await self.close()
+            raise
         except (OSError, asyncio.IncompleteReadError) as error:
             await self.close()
-            raise given_up or ChannelLost("the peer closed the connection") from error
+            raise ChannelLost("the peer closed the connection") from error
         except KVFerryError:
             await self.close()
             raise
-        if verdict is Verdict.BROKEN:
-            await self.close()
-        _judge(verdict, reason, given_up)
 
-    def _give_up(self, parcel: Parcel, on_stall: Callable[[TransferError], None]) -> TransferError:
-        self._writer.write(wire.pack_stop(parcel.part))
+    async def _verdict(self, parcel: Parcel) -> tuple[Verdict, str]:
+        return await self._heard(parcel, asyncio.ensure_future(wire.read_answer(self._reader, parcel.part)))
+
+    async def _heard(self, parcel: Parcel, awaited: asyncio.Future[T]) -> T:
+        either: set[asyncio.Future[Any]] = {awaited, parcel.stopped}
+        await asyncio.wait(either, timeout=self._timeout, return_when=asyncio.FIRST_COMPLETED)
+        if awaited.done():
+            return awaited.result()
+        if isinstance(awaited, asyncio.Task):
+            awaited.cancel()
+            await settled({awaited})
         if parcel.stopped.done():
-            return parcel.stopped.result()
-        error = ChannelLost(f"no progress for {self._timeout} seconds")
-        on_stall(error)
-        return error
-
-    def cut(self) -> None:
-        """End the connection now: a receiver that is stopped finds it ended before it believes what it read."""
-        self._writer.transport.abort()
+            raise parcel.stopped.result()
+        raise ChannelLost(f"no progress for {self._timeout} seconds")
 
     async def close(self) -> None:
-        """End the connection and the worker."""
-        self._writer.transport.abort()
+        """End the connection and the worker; when this returns, the pool is read no more by it."""
         await settled({self._channel.close()})
-
-
-def _judge(verdict: Verdict, reason: str, given_up: TransferError | None) -> None:
-    if given_up is not None:
-        raise given_up
-    if verdict is Verdict.REFUSED:
-        raise TicketRejected(reason)
-    if verdict is not Verdict.LANDED:
-        raise ChannelLost(f"the receiver stopped reading: {reason or 'no reason given'}")
+        self._writer.transport.abort()
 
 
 async def _connected(endpoint: Endpoint, config: TransportConfig) -> socket.socket:

@@ -40,7 +40,7 @@ class Destination:
         try:
             line = await self._line(parcel)
             try:
-                await line.deliver(parcel, self._fail_waiting)
+                await line.deliver(parcel)
             except ChannelLost as error:
                 if not line.alive and not parcel.stopped.done():
                     self._fail_waiting(error)
@@ -50,11 +50,6 @@ class Destination:
         except KVFerryError as error:
             located = type(error)(f"{self._address}: {error.message}", field=error.field)
             raise located from error
-
-    def cut(self) -> None:
-        """End every connection at once; what is under way on them ends with them."""
-        for line in self._lines:
-            line.cut()
 
     async def close(self) -> None:
         """Close the channels, none of which is in use."""

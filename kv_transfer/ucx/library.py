@@ -13,8 +13,6 @@ from kv_transfer.ucx import build, tuning
 from protocol.errors import ChannelLost, ConfigError
 
 IN_PROGRESS = 1
-CANCELED = -16
-MAX_KEY = 4096
 MAX_ADDRESS = 32768
 MAX_REPORT = 1 << 18
 
@@ -30,16 +28,13 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "kvf_describe": (ctypes.c_int, (_POINTER, _POINTER, ctypes.c_char_p, ctypes.c_size_t)),
     "kvf_map": (ctypes.c_int, (_POINTER, _POINTER, ctypes.c_size_t, ctypes.c_int, _OUT)),
     "kvf_unmap": (None, (_POINTER, _POINTER)),
-    "kvf_key": (ctypes.c_int, (_POINTER, _POINTER, ctypes.c_char_p, _ROOM)),
     "kvf_channel_new": (ctypes.c_int, (_POINTER, _OUT, ctypes.POINTER(ctypes.c_int))),
     "kvf_channel_address": (ctypes.c_int, (_POINTER, ctypes.c_char_p, _ROOM)),
     "kvf_connect": (ctypes.c_int, (_POINTER, ctypes.c_char_p)),
-    "kvf_unpack": (ctypes.c_int, (_POINTER, ctypes.c_char_p)),
     "kvf_broken": (ctypes.c_int, (_POINTER,)),
-    "kvf_pull": (None, (_POINTER, _POINTER, ctypes.c_uint64, _POINTER, _POINTER)),
-    "kvf_landed": (ctypes.c_uint64, (_POINTER,)),
-    "kvf_under_way": (ctypes.c_uint64, (_POINTER,)),
-    "kvf_pulled": (ctypes.c_int, (_POINTER,)),
+    "kvf_move": (None, (_POINTER, _POINTER, ctypes.c_uint64, ctypes.c_int, _POINTER, _POINTER)),
+    "kvf_moved_bytes": (ctypes.c_uint64, (_POINTER,)),
+    "kvf_moved": (ctypes.c_int, (_POINTER,)),
     "kvf_turn": (ctypes.c_int, (_POINTER, ctypes.c_double)),
     "kvf_close": (ctypes.c_int, (_POINTER,)),
     "kvf_closed": (ctypes.c_int, (_POINTER,)),
@@ -100,11 +95,10 @@ class Context:
 
     Args:
         address, length: of the memory, which the caller keeps alive.
-        writable: whether gets land in it; else peers read it.
+        writable: whether it is received into; else it is sent from.
 
     Attributes:
         handle, memory: for channels.
-        key: what a peer needs to read the memory; empty where it is writable.
 
     Raises:
         ConfigError: UCX is not here, does not start, or cannot register the memory.
@@ -125,19 +119,11 @@ class Context:
             calls.kvf_context_free(handle)
         self._configured(status, f"registering {length} bytes")
         self.memory = memory
-        self.key = b"" if writable else self._key()
 
     def _configured(self, status: int, doing: str) -> None:
         if status < 0:
             text = f"UCX {self.library.version}, {doing}: {self.library.reason(status)}"
             raise ConfigError(text, field="transport")
-
-    def _key(self) -> bytes:
-        buffer, room = ctypes.create_string_buffer(MAX_KEY), ctypes.c_size_t(MAX_KEY)
-        self._configured(
-            self.library.calls.kvf_key(self.handle, self.memory, buffer, ctypes.byref(room)), "packing a memory key"
-        )
-        return buffer.raw[: room.value]
 
     def free(self) -> None:
         """Unmap the memory and end; every channel must be freed."""

@@ -20,7 +20,7 @@ from kv_transfer.ucx.address import form, resolve_bound
 from kv_transfer.ucx.channel import Channel
 from kv_transfer.ucx.library import Context
 from kv_transfer.ucx.loop_thread import LoopThread, settled
-from kv_transfer.ucx.serving import Berth, Pulls, Serving
+from kv_transfer.ucx.serving import Berth, Moves, Serving
 from kv_transfer.windows import WindowBook
 from protocol.errors import ChannelLost, ConfigError, TicketRejected
 
@@ -50,7 +50,7 @@ class UcxReceiver(Receiver):
         )
         base, nbytes = self._memory.ctypes.data, self._memory.nbytes
         self._book = WindowBook(nbytes)
-        self._pulls = Pulls()
+        self._moves = Moves()
         self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
         """In the loop thread: the one that accepts, and one for each channel."""
@@ -62,7 +62,7 @@ class UcxReceiver(Receiver):
         except ConfigError:
             self._listener.close()
             raise
-        self._berth = Berth(self._context, base, self._book, self._pulls, config.timeout)
+        self._berth = Berth(self._context, base, self._book, self._moves, config.timeout)
         self._thread = LoopThread(f"kv-ucx-receive-{name[1]}")
         self._thread.submit(self._accept())
 
@@ -84,7 +84,7 @@ class UcxReceiver(Receiver):
         except TicketRejected:
             pass
         else:
-            stopped = self._pulls.stop(ticket)
+            stopped = self._moves.stop(ticket)
             self._thread.post(partial(_kick, stopped))
         await self._book.close(ticket)
 

@@ -32,10 +32,6 @@ Cut = list[tuple[Part, list[tuple[int, int]]]]
 class UcxSender(Sender):
     """See :class:`~kv_transfer.transport.Sender`.
 
-    A receiver that is stopped in the middle of a ship may read when it resumes; so ``ship`` and ``abort`` then return
-    only when it has answered or its end of the connection is gone. :meth:`close` waits for at most ``timeout`` seconds
-    and cuts the connections; a receiver looks for that before it takes what it has read for whole.
-
     Args:
         memory: what is read; may be read-only.
         config: streams is the number of channels per receiver.
@@ -87,7 +83,10 @@ class UcxSender(Sender):
             raise failure
 
     async def _send(self, ship: Ship, address: str, parts: Cut, parcels: list[Parcel]) -> None:
-        parcels += [Parcel(ship.ticket, part, [source for source, _ in pieces]) for part, pieces in parts]
+        parcels += [
+            Parcel(ship.ticket, part, [(self._pool[0] + offset, nbytes) for offset, nbytes in pieces])
+            for part, pieces in parts
+        ]
         # Stopped before there was anything to stop.
         ship.check()
         destination = await self._destination(address)
@@ -101,9 +100,7 @@ class UcxSender(Sender):
             endpoint = await resolve(address)
             self._destinations.setdefault(
                 address,
-                Destination(
-                    address, self._config, lambda: Line.open(endpoint, self._context, self._pool, self._config)
-                ),
+                Destination(address, self._config, lambda: Line.open(endpoint, self._context, self._config)),
             )
         return self._destinations[address]
 
@@ -113,21 +110,13 @@ class UcxSender(Sender):
 
     async def close(self) -> None:
         """See :meth:`Sender.close`."""
-        closing = asyncio.ensure_future(self._book.close())
-        await asyncio.wait({closing}, timeout=self._config.timeout)
-        if not closing.done():
-            self._thread.post(self._cut)
-        await closing
+        await self._book.close()
         if self._closed:
             return
         self._closed = True
         await self._thread.stop(self._close_lines())
         self._context.free()
         self._memory = None
-
-    def _cut(self) -> None:
-        for destination in self._destinations.values():
-            destination.cut()
 
     async def _close_lines(self) -> None:
         for destination in self._destinations.values():

@@ -1,7 +1,8 @@
-"""The receiver's side of one channel: takes descriptions, reads what they describe, answers. Lives in the loop thread.
+"""The receiver's side of one channel: takes announcements, receives what they announce, answers. In the loop thread.
 
-Life cycle: hello -> [part -> pull -> answer]* -> closed. While a pull runs, the next request is awaited too: it can
-only be a stop, or the end of the connection, and both end the pull.
+Life cycle: hello -> [part -> go -> bytes -> answer]* -> closed. While bytes come the next announcement is awaited too:
+the sender makes none before it has its answer, so what ends that wait is the end of the connection, which ends the
+part.
 """
 
 from __future__ import annotations
@@ -19,27 +20,27 @@ from kv_transfer.ucx import wire
 from kv_transfer.ucx.channel import Channel, Stop
 from kv_transfer.ucx.library import Context
 from kv_transfer.ucx.loop_thread import settled, streams
-from kv_transfer.ucx.wire import Described, Verdict
-from kv_transfer.windows import OpenWindow, WindowBook
-from protocol.errors import ChannelLost, KVFerryError, MalformedFrame, TicketRejected
+from kv_transfer.ucx.wire import Verdict
+from kv_transfer.windows import OpenWindow, Part, WindowBook
+from protocol.errors import ChannelLost, KVFerryError, TicketRejected
 
 PROGRESS_EVERY = 0.1
-"""Seconds between signs of life while a pull gets on."""
+"""Seconds between signs of life while bytes come."""
 
-Ahead = asyncio.Task[Described | tuple[int, int]]
+Ahead = asyncio.Task[tuple[bytes, Part]]
 
 log = logging.getLogger(__name__)
 
 
-class Pulls:
-    """The pulls that run, by ticket, so that any thread may stop them."""
+class Moves:
+    """The moves that run, by ticket, so that any thread may stop them."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._running: dict[Stop, tuple[bytes, Channel]] = {}
 
     def add(self, stop: Stop, ticket: bytes, channel: Channel) -> None:
-        """A pull is about to begin."""
+        """A move is about to begin."""
         with self._lock:
             self._running[stop] = (ticket, channel)
 
@@ -49,7 +50,7 @@ class Pulls:
             del self._running[stop]
 
     def stop(self, ticket: bytes) -> list[Channel]:
-        """Set the flag of the ticket's pulls; returns their channels, which are to be kicked in their thread."""
+        """Set the flag of the ticket's moves; returns their channels, which are to be kicked in their thread."""
         with self._lock:
             found = [(stop, channel) for stop, (of, channel) in self._running.items() if of == ticket]
         for stop, _ in found:
@@ -65,14 +66,14 @@ class Berth:
         context: of the memory.
         base: the memory's address.
         book: its windows.
-        pulls: that run.
+        moves: that run.
         timeout: seconds that a hello may take.
     """
 
     context: Context
     base: int
     book: WindowBook
-    pulls: Pulls
+    moves: Moves
     timeout: float
 
 
@@ -83,7 +84,6 @@ class Serving:
         self._berth = berth
         self._connection = connection
         self._channel: Channel | None = None
-        self._peer = wire.Hello((0, 0), 0, 0, b"", b"")
 
     async def run(self) -> None:
         """Serve until the peer goes, errs, or this task is cancelled; quiet and closed when it returns or raises."""
@@ -92,7 +92,7 @@ class Serving:
             reader, writer = await streams(self._connection)
             async with asyncio.timeout(self._berth.timeout):
                 channel = await self._greet(reader, writer)
-            await self._requests(channel, reader, writer)
+            await self._parts(channel, reader, writer)
         except (OSError, asyncio.IncompleteReadError, TimeoutError, ChannelLost) as error:
             log.debug("a channel has ended: %s", error)
         except KVFerryError as error:
@@ -112,45 +112,40 @@ class Serving:
         peer = await wire.read_hello(reader)
         context = self._berth.context
         channel = self._channel = Channel(context)
-        ours = wire.Hello(wire.ucx_release(context.library.version), 0, 0, b"", channel.address())
+        ours = wire.Hello(wire.ucx_release(context.library.version), channel.address())
         writer.write(wire.pack_hello(ours))
         # After the answer: the peer shall learn which release there is before it is turned away.
         wire.check_release(ours, peer)
-        if not peer.key:
-            raise MalformedFrame("a sender's hello has no memory key", field="key")
-        channel.connect(peer.worker, peer.key)
-        self._peer = peer
+        channel.connect(peer.worker)
         return channel
 
-    async def _requests(self, channel: Channel, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        ahead: Ahead = asyncio.create_task(wire.read_request(reader))
+    async def _parts(self, channel: Channel, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        ahead: Ahead = asyncio.create_task(wire.read_part(reader))
         try:
             while channel.alive:
-                request = await ahead
-                ahead = asyncio.create_task(wire.read_request(reader))
-                # A stop that comes now has crossed with our answer.
-                if isinstance(request, Described):
-                    await self._part(channel, request, ahead, writer)
+                ticket, part = await ahead
+                ahead = asyncio.create_task(wire.read_part(reader))
+                await self._part(channel, ticket, part, ahead, writer)
         finally:
             ahead.cancel()
             await settled({ahead})
 
-    async def _part(self, channel: Channel, request: Described, ahead: Ahead, writer: asyncio.StreamWriter) -> None:
-        part = request.part
+    async def _part(
+        self, channel: Channel, ticket: bytes, part: Part, ahead: Ahead, writer: asyncio.StreamWriter
+    ) -> None:
         landed = None
         try:
-            window = self._berth.book.find(request.ticket)
-            spans = self._addresses(request)
+            window = self._berth.book.find(ticket)
             window.admit(part, time.monotonic())
-            status = await self._pull(channel, window, request, spans, ahead, writer)
+            status = await self._receive(channel, window, part, ahead, writer)
             if not window.gate.is_open:
                 raise TicketRejected("the window is closed")
             if ahead.done() or self._spoken_to():
-                window.abandon(part, ChannelLost("the sender stopped the ship"))
-                answer = wire.pack_answer(part, Verdict.STOPPED)
-            elif status:
+                window.abandon(part, ChannelLost("the sender gave the ship up"))
+                return
+            if status:
                 reason = channel.reason(status)
-                window.abandon(part, ChannelLost(f"reading from the sender failed: {reason}"))
+                window.abandon(part, ChannelLost(f"receiving failed: {reason}"))
                 answer = wire.pack_answer(part, Verdict.BROKEN, reason)
             else:
                 landed = window.complete(part, time.monotonic())
@@ -161,34 +156,20 @@ class Serving:
         if landed is not None:
             window.report(landed)
 
-    def _addresses(self, request: Described) -> list[tuple[int, int, int]]:
-        here, there = self._berth.base, self._peer.base
-        for source, (_, nbytes) in zip(request.sources, request.part.targets, strict=True):
-            if source + nbytes > self._peer.nbytes:
-                raise TicketRejected(f"span {source}+{nbytes} lies outside the sender's memory")
-        return [
-            (here + target, there + source, nbytes)
-            for source, (target, nbytes) in zip(request.sources, request.part.targets, strict=True)
-        ]
-
-    async def _pull(
-        self,
-        channel: Channel,
-        window: OpenWindow,
-        request: Described,
-        spans: list[tuple[int, int, int]],
-        ahead: Ahead,
-        writer: asyncio.StreamWriter,
+    async def _receive(
+        self, channel: Channel, window: OpenWindow, part: Part, ahead: Ahead, writer: asyncio.StreamWriter
     ) -> int:
         stop = Stop()
         # Known to whoever shuts the gate before we are inside it: then it is stopped, or not let in.
-        self._berth.pulls.add(stop, request.ticket, channel)
+        self._berth.moves.add(stop, window.window.ticket, channel)
         try:
             if not window.gate.enter():
                 raise TicketRejected("the window is closed")
-            quiet = channel.pull(spans, stop)
+            base = self._berth.base
+            quiet = channel.move([(base + offset, nbytes) for offset, nbytes in part.targets], stop, receives=True)
+            writer.write(wire.pack_answer(part, Verdict.GO))
             try:
-                await self._watch(channel, quiet, ahead, lambda: _sign(writer, request))
+                await self._watch(channel, quiet, ahead, lambda: writer.write(wire.pack_answer(part, Verdict.PROGRESS)))
             finally:
                 stop.set()
                 channel.kick()
@@ -198,7 +179,7 @@ class Serving:
                     window.gate.leave()
             return quiet.result()
         finally:
-            self._berth.pulls.remove(stop)
+            self._berth.moves.remove(stop)
 
     async def _watch(
         self, channel: Channel, quiet: asyncio.Future[int], ahead: Ahead, sign: Callable[[], None]
@@ -207,12 +188,12 @@ class Serving:
         while not quiet.done() and not ahead.done():
             either: set[asyncio.Future[Any]] = {quiet, ahead}
             await asyncio.wait(either, timeout=PROGRESS_EVERY, return_when=asyncio.FIRST_COMPLETED)
-            if channel.landed > seen and not quiet.done():
-                seen = channel.landed
+            if channel.moved > seen and not quiet.done():
+                seen = channel.moved
                 sign()
 
     def _spoken_to(self) -> bool:
-        # What the kernel has and the loop has not: a sender that is gone may have changed what we read.
+        # What the kernel has and the loop has not: a sender that is gone may have let go of what it sent.
         try:
             self._connection.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -220,7 +201,3 @@ class Serving:
         except OSError:
             return True
         return True
-
-
-def _sign(writer: asyncio.StreamWriter, request: Described) -> None:
-    writer.write(wire.pack_answer(request.part, Verdict.PROGRESS))

@@ -1,8 +1,9 @@
 /* What the ucx transport needs of libucp, in a form that ctypes can call.
  *
- * A channel is one worker with one endpoint and at most one pull: a list of one-sided gets, a few of them under way at
- * a time. All calls on one channel come from one thread. Only a pull's stop flag is written by others: no get is
- * issued once it is set. Nothing here waits.
+ * A channel is one worker with one endpoint and at most one move: spans that are sent, or received, piece by piece as
+ * tagged messages, a few of them under way at a time. Both ends cut the same spans into the same pieces and count them,
+ * and the count is the tag. All calls on one channel come from one thread; only a move's stop flag is written by others:
+ * no piece is begun once it is set. Nothing here waits.
  */
 #include <stdint.h>
 #include <stdio.h>
@@ -12,9 +13,9 @@
 #include <ucp/api/ucp.h>
 
 #define API __attribute__((visibility("default")))
-#define GETS 16 /* under way at a time: the fewest that keep a link busy, the most that a stop waits for */
-#define GET_BYTES (1u << 20)
-#define FLIGHT_BYTES (4u << 20)
+#define PIECES 16 /* under way at a time: enough to keep a link busy */
+#define PIECE_BYTES (1u << 20)
+#define FLIGHT_BYTES (8u << 20)
 
 /* Exported by libucs of every release we know, but not promised: without it UCX's own log stays as it is. */
 extern ucs_status_t ucs_global_opts_set_value(const char *name, const char *value) __attribute__((weak));
@@ -29,18 +30,18 @@ typedef struct {
 typedef struct channel {
     ucp_worker_h worker;
     ucp_ep_h ep;
-    ucp_rkey_h rkey;
     void *closing;
     int closed;
     ucs_status_t broken;
-    /* the pull */
-    const uint64_t *spans; /* local address, remote address, bytes; kept by the caller */
+    /* the move */
+    const uint64_t *spans; /* address, bytes; kept by the caller */
     uint64_t count, index, offset;
-    uint64_t landed, flying, gets;
+    uint64_t moved, flying, pieces, tag;
+    int receives;
     ucp_mem_h memory;
     const volatile int *stop;
     ucs_status_t result;
-    slot_t slots[GETS];
+    slot_t slots[PIECES];
 } channel_t;
 
 API const char *kvf_version(void) { return ucp_get_version_string(); }
@@ -64,7 +65,7 @@ API int kvf_context_new(const char *const *settings, size_t pairs, ucp_context_h
         }
     }
     ucp_params_t params = {.field_mask = UCP_PARAM_FIELD_FEATURES | UCP_PARAM_FIELD_NAME,
-                           .features = UCP_FEATURE_RMA | UCP_FEATURE_WAKEUP,
+                           .features = UCP_FEATURE_TAG | UCP_FEATURE_WAKEUP,
                            .name = "kvferry"};
     status = ucp_init(&params, config, out);
     ucp_config_release(config);
@@ -91,32 +92,16 @@ API int kvf_describe(ucp_context_h context, channel_t *channel, char *out, size_
 
 API int kvf_map(ucp_context_h context, void *address, size_t length, int writable, ucp_mem_h *out) {
     unsigned reads = UCP_MEM_MAP_PROT_LOCAL_READ | UCP_MEM_MAP_PROT_REMOTE_READ;
+    unsigned writes = UCP_MEM_MAP_PROT_LOCAL_WRITE | UCP_MEM_MAP_PROT_REMOTE_WRITE;
     ucp_mem_map_params_t params = {
         .field_mask = UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH | UCP_MEM_MAP_PARAM_FIELD_PROT,
         .address = address,
         .length = length,
-        .prot = writable ? UCP_MEM_MAP_PROT_LOCAL_READ | UCP_MEM_MAP_PROT_LOCAL_WRITE : reads};
+        .prot = writable ? reads | writes : reads};
     return ucp_mem_map(context, &params, out);
 }
 
 API void kvf_unmap(ucp_context_h context, ucp_mem_h memory) { ucp_mem_unmap(context, memory); }
-
-static int copied(const void *from, size_t length, void *out, size_t *room) {
-    if (length > *room) return UCS_ERR_BUFFER_TOO_SMALL;
-    memcpy(out, from, length);
-    *room = length;
-    return UCS_OK;
-}
-
-API int kvf_key(ucp_context_h context, ucp_mem_h memory, void *out, size_t *room) {
-    void *buffer;
-    size_t length;
-    ucs_status_t status = ucp_rkey_pack(context, memory, &buffer, &length);
-    if (status != UCS_OK) return status;
-    int result = copied(buffer, length, out, room);
-    ucp_rkey_buffer_release(buffer);
-    return result;
-}
 
 API int kvf_channel_new(ucp_context_h context, channel_t **out, int *event_fd) {
     channel_t *channel = calloc(1, sizeof *channel);
@@ -141,9 +126,14 @@ API int kvf_channel_address(channel_t *channel, void *out, size_t *room) {
     size_t length;
     ucs_status_t status = ucp_worker_get_address(channel->worker, &address, &length);
     if (status != UCS_OK) return status;
-    int result = copied(address, length, out, room);
+    if (length <= *room) {
+        memcpy(out, address, length);
+        *room = length;
+    } else {
+        status = UCS_ERR_BUFFER_TOO_SMALL;
+    }
     ucp_worker_release_address(channel->worker, address);
-    return result;
+    return status;
 }
 
 static void on_error(void *argument, ucp_ep_h ep, ucs_status_t status) {
@@ -160,53 +150,55 @@ API int kvf_connect(channel_t *channel, const void *address) {
     return ucp_ep_create(channel->worker, &params, &channel->ep);
 }
 
-API int kvf_unpack(channel_t *channel, const void *key) {
-    return ucp_ep_rkey_unpack(channel->ep, key, &channel->rkey);
-}
-
 API int kvf_broken(channel_t *channel) { return channel->broken; }
 
 static void settle(slot_t *slot, ucs_status_t status) {
     channel_t *channel = slot->channel;
-    channel->gets--;
+    channel->pieces--;
     channel->flying -= slot->bytes;
     if (status == UCS_OK)
-        channel->landed += slot->bytes;
+        channel->moved += slot->bytes;
     else if (channel->result == UCS_OK)
         channel->result = status;
     slot->bytes = 0;
 }
 
-static void on_got(void *request, ucs_status_t status, void *argument) {
+static void on_sent(void *request, ucs_status_t status, void *argument) {
     settle(argument, status);
     ucp_request_free(request);
 }
 
-API void kvf_pull(channel_t *channel, const uint64_t *spans, uint64_t count, ucp_mem_h memory,
+static void on_received(void *request, ucs_status_t status, const ucp_tag_recv_info_t *info, void *argument) {
+    slot_t *slot = argument;
+    if (status == UCS_OK && info->length != slot->bytes) status = UCS_ERR_MESSAGE_TRUNCATED;
+    settle(slot, status);
+    ucp_request_free(request);
+}
+
+API void kvf_move(channel_t *channel, const uint64_t *spans, uint64_t count, int receives, ucp_mem_h memory,
                   const volatile int *stop) {
     channel->spans = spans;
     channel->count = count;
-    channel->index = channel->offset = channel->landed = 0;
+    channel->index = channel->offset = channel->moved = 0;
+    channel->receives = receives;
     channel->memory = memory;
     channel->stop = stop;
     channel->result = UCS_OK;
 }
 
-API uint64_t kvf_landed(channel_t *channel) { return channel->landed; }
+API uint64_t kvf_moved_bytes(channel_t *channel) { return channel->moved; }
 
-API uint64_t kvf_under_way(channel_t *channel) { return channel->gets; }
-
-/* UCS_INPROGRESS, or what the pull came to; from then on it touches no memory. */
-API int kvf_pulled(channel_t *channel) {
-    if (channel->gets) return UCS_INPROGRESS;
+/* UCS_OK when every piece is through, UCS_INPROGRESS before, or why that will not happen. An error does not mean that
+ * the memory is untouched from now on: that needs the channel to be freed. */
+API int kvf_moved(channel_t *channel) {
     if (channel->result != UCS_OK) return channel->result;
-    if (channel->index == channel->count) return UCS_OK;
+    if (channel->index == channel->count && !channel->pieces) return UCS_OK;
     if (channel->broken != UCS_OK) return channel->broken;
-    return *channel->stop || channel->closed ? UCS_ERR_CANCELED : UCS_INPROGRESS;
+    return *channel->stop || channel->closing || channel->closed ? UCS_ERR_CANCELED : UCS_INPROGRESS;
 }
 
 static slot_t *free_slot(channel_t *channel) {
-    for (int i = 0; i < GETS; i++)
+    for (int i = 0; i < PIECES; i++)
         if (!channel->slots[i].bytes) return &channel->slots[i];
     return NULL;
 }
@@ -216,29 +208,40 @@ static int may_issue(const channel_t *channel) {
            !channel->closing && !channel->closed && channel->flying < FLIGHT_BYTES && !*channel->stop;
 }
 
+static ucs_status_ptr_t begin(channel_t *channel, slot_t *slot, void *buffer) {
+    ucp_request_param_t params = {.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA |
+                                                  UCP_OP_ATTR_FIELD_MEMH,
+                                  .user_data = slot,
+                                  .memh = channel->memory};
+    uint64_t tag = channel->tag++;
+    if (!channel->receives) {
+        params.cb.send = on_sent;
+        return ucp_tag_send_nbx(channel->ep, buffer, slot->bytes, tag, &params);
+    }
+    /* Always by the callback, which is told the length that came. */
+    params.op_attr_mask |= UCP_OP_ATTR_FLAG_NO_IMM_CMPL;
+    params.cb.recv = on_received;
+    return ucp_tag_recv_nbx(channel->worker, buffer, slot->bytes, tag, UINT64_MAX, &params);
+}
+
 static unsigned issue(channel_t *channel) {
     unsigned issued = 0;
     slot_t *slot;
-    while (issued < GETS && may_issue(channel) && (slot = free_slot(channel))) {
-        const uint64_t *span = channel->spans + 3 * channel->index;
-        uint64_t left = span[2] - channel->offset, bytes = left < GET_BYTES ? left : GET_BYTES;
-        ucp_request_param_t params = {.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA |
-                                                      UCP_OP_ATTR_FIELD_MEMH,
-                                      .cb = {.send = on_got},
-                                      .user_data = slot,
-                                      .memh = channel->memory};
+    while (issued < PIECES && may_issue(channel) && (slot = free_slot(channel))) {
+        const uint64_t *span = channel->spans + 2 * channel->index;
+        uint64_t left = span[1] - channel->offset;
         slot->channel = channel;
-        slot->bytes = bytes;
-        channel->gets++;
-        channel->flying += bytes;
-        void *request = ucp_get_nbx(channel->ep, (void *)(span[0] + channel->offset), bytes, span[1] + channel->offset,
-                                    channel->rkey, &params);
-        if (!UCS_PTR_IS_PTR(request)) settle(slot, UCS_PTR_STATUS(request));
-        channel->offset += bytes;
-        if (channel->offset == span[2]) {
+        slot->bytes = left < PIECE_BYTES ? left : PIECE_BYTES;
+        channel->pieces++;
+        channel->flying += slot->bytes;
+        uint64_t at = channel->offset;
+        channel->offset += slot->bytes;
+        if (channel->offset == span[1]) {
             channel->index++;
             channel->offset = 0;
         }
+        ucs_status_ptr_t request = begin(channel, slot, (void *)(span[0] + at));
+        if (!UCS_PTR_IS_PTR(request)) settle(slot, UCS_PTR_STATUS(request));
         issued++;
     }
     return issued;
@@ -286,11 +289,11 @@ API int kvf_close(channel_t *channel) {
     return UCS_PTR_IS_ERR(request) ? UCS_PTR_STATUS(request) : UCS_OK;
 }
 
-API int kvf_closed(channel_t *channel) { return channel->closed && !channel->gets; }
+API int kvf_closed(channel_t *channel) { return channel->closed; }
 
-/* Only when closed. */
+/* Only when closed. The worker goes with every receive that is still posted or half full, so this is what ends the last
+ * write to the memory. */
 API void kvf_channel_free(channel_t *channel) {
-    if (channel->rkey) ucp_rkey_destroy(channel->rkey);
     ucp_worker_destroy(channel->worker);
     free(channel);
 }

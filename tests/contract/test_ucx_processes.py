@@ -71,26 +71,19 @@ async def caught_midway(far: FarEnd, there: Harbor) -> bytes:
     pytest.fail("the ship was over too soon every time")
 
 
-async def test_a_stopped_and_resumed_sender_changes_not_a_byte_after_close(begin: Start, harbor, means: str) -> None:
+async def test_a_stopped_and_resumed_sender_changes_not_a_byte_after_close(begin: Start, harbor) -> None:
     there = harbor("ucx", MANY, LARGE)
     far = await begin("send", value=1, timeout=10)
     await far.hear()
     for _ in range(3):
-        if means == "all":
-            # A pool on the same machine is read whether its owner runs or not: what is met midway is our own doing.
-            ticket = there.open(range(MANY))
-            far.tell(address=there.address, ticket=ticket.hex(), blocks=list(range(MANY)), generation=GENERATION)
-            await until(lambda: there.pool[0, -1] != POISON)
-            far.signal(signal.SIGSTOP)
-        else:
-            ticket = await caught_midway(far, there)
+        ticket = await caught_midway(far, there)
         began = time.monotonic()
         await there.receiver.close_window(ticket)
         assert time.monotonic() - began < 2.0
         there.poison()
         fresh = there.open(range(MANY // 2))
         far.signal(signal.SIGCONT)
-        assert (await far.hear())["result"] in ("ticket_rejected", "shipped")
+        assert (await far.hear())["result"] == "ticket_rejected"
         assert there.poisoned
         # The same process, ticket and blocks renewed, gets through.
         far.tell(address=there.address, ticket=fresh.hex(), blocks=[3, 4], generation=GENERATION)
@@ -98,7 +91,6 @@ async def test_a_stopped_and_resumed_sender_changes_not_a_byte_after_close(begin
         assert (there.pool[3:5] == 1).all()
         assert (there.pool[5:] == POISON).all()
         await there.receiver.close_window(fresh)
-        there.poison()
 
 
 async def test_a_killed_sender_breaks_its_window_and_no_other(begin: Start, harbor, quay) -> None:
@@ -106,28 +98,36 @@ async def test_a_killed_sender_breaks_its_window_and_no_other(begin: Start, harb
     far = await begin("send", value=1, timeout=10)
     await far.hear()
     other = there.open([MANY])
-    for _ in range(TRIES):
-        ticket = there.open(range(MANY))
-        far.tell(address=there.address, ticket=ticket.hex(), blocks=list(range(MANY)), generation=GENERATION)
-        await until(lambda: there.pool[0, -1] != POISON)
-        far.signal(signal.SIGKILL)
-        await until(lambda: there.broken or there.landed)
-        await there.receiver.close_window(ticket)
-        if there.broken:
-            break
-        # Read whole before it died, which nobody can begrudge.
-        there.landed.clear()
-        there.poison()
-        await far.end()
-        far = await begin("send", value=1, timeout=10)
-        await far.hear()
+    ticket = await caught_midway(far, there)
+    far.signal(signal.SIGKILL)
+    await until(lambda: there.broken)
     assert {lost for lost, _ in there.broken} == {ticket}
     assert all(isinstance(error, ChannelLost) for _, error in there.broken)
+    await there.receiver.close_window(ticket)
     there.poison()
     fresh = there.open(range(MANY))
     await here.ship(there.address, fresh, [(i, i) for i in range(MANY)])
     await here.ship(there.address, other, [(MANY, MANY)])
     assert (there.pool == here.pool).all()
+
+
+async def test_a_killed_receiver_costs_the_sender_its_ship_and_nothing_else(begin: Start, quay, harbor) -> None:
+    """With UCX's emulated gets, which this transport does without, such a death could end the sender's process."""
+    here, other = quay("ucx", MANY, LARGE), harbor("ucx", MANY, LARGE)
+    for delay in (0.0, 0.002, 0.004, 0.008):
+        ticket = secrets.token_bytes(16)
+        far = await begin("receive", ticket=ticket.hex())
+        address = str((await far.hear())["address"])
+        await here.ship(address, ticket, [(0, 0)])
+        ship = asyncio.create_task(here.ship(address, ticket, [(i, i) for i in range(1, MANY)]))
+        await asyncio.wait([ship], timeout=delay)
+        began = time.monotonic()
+        far.signal(signal.SIGKILL)
+        await asyncio.gather(ship, return_exceptions=True)
+        assert ship.exception() is None or isinstance(ship.exception(), ChannelLost)
+        assert time.monotonic() - began < 2.0
+    await here.ship(other.address, other.open(range(MANY)), [(i, i) for i in range(MANY)])
+    assert (other.pool == here.pool).all()
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -149,50 +149,39 @@ async def test_a_killed_receiver_is_noticed_at_once(begin: Start, quay, known: b
     assert time.monotonic() - began < 2.0
 
 
-@pytest.mark.parametrize("end", ["resumed", "killed"])
-async def test_a_stopped_receiver_holds_the_blocks_until_it_is_known_to_read_no_more(
-    begin: Start, quay, end: str
-) -> None:
-    here = quay("ucx", MANY, LARGE, TransportConfig(timeout=0.5, streams=1))
+async def test_a_stopped_receiver_is_given_up_after_the_timeout(begin: Start, quay) -> None:
+    here = quay("ucx", MANY, LARGE, TransportConfig(timeout=0.5))
     ticket = secrets.token_bytes(16)
     far = await begin("receive", ticket=ticket.hex())
     address = str((await far.hear())["address"])
     await here.ship(address, ticket, [(0, 0)])
     assert (await far.hear()) == {"landed": True}
     await far.stop()
-    described = asyncio.create_task(here.ship(address, ticket, [(i, i) for i in range(1, MANY)]))
-    await asyncio.wait([described], timeout=0.1)
-    waiting = asyncio.create_task(here.ship(address, ticket, [(1, 1)]))
-    # What has not been described fails with it; what has may still be read.
-    with pytest.raises(ChannelLost, match=r"no progress for 0\.5 seconds"):
-        await waiting
-    abort = asyncio.create_task(here.sender.abort(ticket))
-    await asyncio.wait([abort, described], timeout=0.2)
-    assert not abort.done()
-    assert not described.done()
-    far.signal(signal.SIGCONT if end == "resumed" else signal.SIGKILL)
-    await asyncio.wait_for(abort, 2.0)
-    here.pool[:] = 0
-    with pytest.raises(ChannelLost, match="aborted"):
-        await described
-    if end == "resumed":
-        # It had been told to stop before it came to read: nothing landed.
-        assert (await far.hear()) == {"broken": True}
-
-
-async def test_a_sender_that_closes_leaves_a_stopped_receiver_nothing_to_believe(begin: Start, quay) -> None:
-    here = quay("ucx", MANY, LARGE, TransportConfig(timeout=0.3, streams=1))
-    ticket = secrets.token_bytes(16)
-    far = await begin("receive", ticket=ticket.hex())
-    address = str((await far.hear())["address"])
-    await here.ship(address, ticket, [(0, 0)])
-    assert (await far.hear()) == {"landed": True}
-    await far.stop()
-    described = asyncio.create_task(here.ship(address, ticket, [(i, i) for i in range(1, MANY)]))
-    await asyncio.wait([described], timeout=0.1)
-    await asyncio.wait_for(here.sender.close(), 2.0)
-    with pytest.raises(ChannelLost, match="closed"):
-        await described
+    began = time.monotonic()
+    ships = [here.ship(address, ticket, [(i, i)]) for i in range(1, 20)]
+    ends = await asyncio.gather(*ships, return_exceptions=True)
+    assert all(isinstance(end, ChannelLost) and "no progress for 0.5 seconds" in end.message for end in ends)
+    # What waits for a channel does not wait in turn.
+    assert 0.4 < time.monotonic() - began < 3.0
     here.pool[:] = 0
     far.signal(signal.SIGCONT)
+    # Announced and never sent: it has nothing to take for whole.
     assert (await far.hear()) == {"broken": True}
+
+
+async def test_an_abort_and_a_close_do_not_wait_for_a_stopped_receiver(begin: Start, quay) -> None:
+    here = quay("ucx", MANY, LARGE, TransportConfig(streams=1))
+    ticket = secrets.token_bytes(16)
+    far = await begin("receive", ticket=ticket.hex())
+    address = str((await far.hear())["address"])
+    await here.ship(address, ticket, [(0, 0)])
+    await far.stop()
+    stuck = [asyncio.create_task(here.ship(address, ticket, [(i, i)])) for i in range(1, 6)]
+    await asyncio.wait(stuck, timeout=0.1)
+    began = time.monotonic()
+    await here.sender.abort(ticket)
+    for ship in stuck:
+        with pytest.raises(ChannelLost, match="aborted"):
+            await ship
+    await here.sender.close()
+    assert time.monotonic() - began < 2.0
