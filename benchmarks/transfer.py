@@ -1,7 +1,8 @@
-"""GB/s of the TCP transport against a plain vectored socket loop, two processes on loopback.
+"""GB/s of a transport (``tcp`` by default) against a plain vectored socket loop, two processes on loopback.
 
 Both move the same scattered blocks between the same pools, turn about, so that what else runs on the machine hits
-both alike. Times are medians from the call to the acknowledgement. Usage: ``python benchmarks/transfer.py``.
+both alike. Times are medians from the call to the acknowledgement. Usage:
+``python benchmarks/transfer.py [--transport ucx]``.
 """
 
 from __future__ import annotations
@@ -67,10 +68,10 @@ def serve_plain(listener: socket.socket, pool: memoryview) -> None:
     connection.close()
 
 
-async def receive(streams: int) -> None:
+async def receive(transport: str, streams: int) -> None:
     """The receiving process: opens a window for each line on its input, until the input ends."""
     pool = memoryview(bytearray(b"\1") * LAYOUT.pool_bytes(POOL_BLOCKS))
-    receiver = make_receiver("tcp://127.0.0.1:0", pool, TransportConfig(streams=streams))
+    receiver = make_receiver(f"{transport}://127.0.0.1:0", pool, TransportConfig(streams=streams))
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 20)
     plain = threading.Thread(target=serve_plain, args=(listener, pool))
@@ -102,17 +103,17 @@ def ship_plain(connection: socket.socket, pool: memoryview, size: int) -> float:
     return time.perf_counter() - started
 
 
-async def measure(peer: subprocess.Popen[str], streams: int, seconds: float) -> None:
+async def measure(peer: subprocess.Popen[str], transport: str, streams: int, seconds: float) -> None:
     """Interleave both ways over all sizes and print a table."""
     assert peer.stdin is not None
     assert peer.stdout is not None
     address, port = json.loads(peer.stdout.readline())
     pool = memoryview(bytearray(random.Random(0).randbytes(LAYOUT.pool_bytes(POOL_BLOCKS))))  # noqa: S311
-    sender = make_sender("tcp", pool, TransportConfig(streams=streams))
+    sender = make_sender(transport, pool, TransportConfig(streams=streams))
     connection = socket.create_connection(("127.0.0.1", port))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
-    print(f"streams {streams}, blocks of {LAYOUT.block_bytes // KIB} KiB, scattered")
+    print(f"{transport}, streams {streams}, blocks of {LAYOUT.block_bytes // KIB} KiB, scattered")
     print(f"{'KiB':>8} {'rounds':>7} {'kvferry GB/s':>13} {'plain GB/s':>11} {'ratio':>6}")
     for size in SIZES:
         spans = plan(LAYOUT, chosen(size, 1), LAYOUT, chosen(size, 2))
@@ -140,16 +141,18 @@ async def measure(peer: subprocess.Popen[str], streams: int, seconds: float) -> 
 def main() -> None:
     """Start the receiving process and measure."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--transport", choices=("tcp", "ucx"), default="tcp")
     parser.add_argument("--streams", type=int, default=TransportConfig().streams)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--receive", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.receive:
-        asyncio.run(receive(arguments.streams))
+        asyncio.run(receive(arguments.transport, arguments.streams))
         return
-    command = [sys.executable, __file__, "--receive", "--streams", str(arguments.streams)]
+    command = [sys.executable, __file__, "--receive", "--transport", arguments.transport]
+    command += ["--streams", str(arguments.streams)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer:  # noqa: S603
-        asyncio.run(measure(peer, arguments.streams, arguments.seconds))
+        asyncio.run(measure(peer, arguments.transport, arguments.streams, arguments.seconds))
 
 
 if __name__ == "__main__":

@@ -84,6 +84,8 @@ class Serving:
         self._berth = berth
         self._connection = connection
         self._channel: Channel | None = None
+        self._stranger = b""
+        """The peer's UCX address, until it has shown a ticket: UCX does not check what it unpacks."""
 
     async def run(self) -> None:
         """Serve until the peer goes, errs, or this task is cancelled; quiet and closed when it returns or raises."""
@@ -116,7 +118,7 @@ class Serving:
         writer.write(wire.pack_hello(ours))
         # After the answer: the peer shall learn which release there is before it is turned away.
         wire.check_release(ours, peer)
-        channel.connect(peer.worker)
+        self._stranger = peer.worker
         return channel
 
     async def _parts(self, channel: Channel, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -159,6 +161,13 @@ class Serving:
     async def _receive(
         self, channel: Channel, window: OpenWindow, part: Part, ahead: Ahead, writer: asyncio.StreamWriter
     ) -> int:
+        if self._stranger:
+            try:
+                channel.connect(self._stranger)
+            except ChannelLost as error:
+                window.abandon(part, error)
+                raise
+            self._stranger = b""
         stop = Stop()
         # Known to whoever shuts the gate before we are inside it: then it is stopped, or not let in.
         self._berth.moves.add(stop, window.window.ticket, channel)
