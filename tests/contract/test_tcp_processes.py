@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import psutil
@@ -51,9 +51,11 @@ class FarEnd:
         await until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
 
     async def end(self) -> None:
-        if self.process.returncode is None:
-            self.signal(signal.SIGCONT)
-            self.process.kill()
+        # Killed a moment ago, it may be gone before the loop has heard of it.
+        with suppress(ProcessLookupError):
+            if self.process.returncode is None:
+                self.signal(signal.SIGCONT)
+                self.process.kill()
         await self.process.communicate()
 
 
