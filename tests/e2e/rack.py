@@ -87,6 +87,7 @@ async def rack(
     engine: dict[str, object] | None = None,
     decode_engine: dict[str, object] | None = None,
     router: dict[str, object] | None = None,
+    transport: str = "tcp",
 ) -> AsyncIterator[Rack]:
     """Bring the parts up, and check at the end that every pool went back to its baseline."""
     settings: dict[str, object] = {
@@ -120,6 +121,7 @@ async def rack(
                 model_name=MODEL,
                 engine=EngineConfig(model=str(model), **{**settings, **(decode_engine or {})}),  # type: ignore[arg-type]
                 routers=routers,
+                transport=transport,
             )
         )
         for index in range(decode)
