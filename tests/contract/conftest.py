@@ -2,26 +2,13 @@
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from functools import cache
 
 import pytest
 from ferry import Harbor, Quay
-
-from kv_transfer.ucx.report import describe
+from ucx_here import need_ucx
 
 MakeHarbor = Callable[..., Harbor]
 MakeQuay = Callable[..., Quay]
-
-
-@cache
-def missing_ucx() -> str:
-    """Why the ucx transport does not work here; empty where it does."""
-    return describe().reason if not describe().usable else ""
-
-
-def need_ucx() -> None:
-    if missing_ucx():
-        pytest.skip(missing_ucx())
 
 
 @pytest.fixture(params=["inproc", "tcp", pytest.param("ucx", marks=pytest.mark.ucx)])

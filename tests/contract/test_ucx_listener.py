@@ -8,8 +8,8 @@ import threading
 
 import psutil
 import pytest
-from conftest import need_ucx
 from ferry import GENERATION, until
+from ucx_here import need_ucx
 
 from kv_transfer.tcp.address import parse
 from kv_transfer.transport import make_receiver

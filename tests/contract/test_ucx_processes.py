@@ -11,9 +11,9 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from conftest import need_ucx
 from ferry import GENERATION, POISON, Harbor, until
 from test_tcp_processes import FarEnd
+from ucx_here import need_ucx
 
 from kv_transfer.transport import TransportConfig
 from protocol.errors import ChannelLost
