@@ -1,4 +1,4 @@
-"""GB/s of the TCP transport against a plain vectored socket loop, two processes on loopback.
+"""GB/s of a transport (``tcp`` by default) against a plain vectored socket loop, two processes on loopback.
 
 Both move the same scattered blocks between the same pools, turn about, so that what else runs on the machine hits
 both alike. GB/s are of medians from the call to the acknowledgement; *landed* is the median from the call to the
@@ -158,6 +158,7 @@ async def measure(peer: subprocess.Popen[str], config: TransportConfig, seconds:
 def main() -> None:
     """Start the receiving process and measure."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--transport", choices=("tcp", "ucx"), default="tcp")
     parser.add_argument("--streams", type=int, default=TransportConfig().streams)
     parser.add_argument("--checksum", action="store_true")
     parser.add_argument("--seconds", type=float, default=10.0)

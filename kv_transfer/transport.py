@@ -27,7 +27,7 @@ from protocol.errors import ConfigError, TransferError, UnknownTransport
 TICKET_BYTES = 16
 MIN_SECRET = 16
 SCHEMES: Mapping[str, str] = MappingProxyType(
-    {"inproc": "kv_transfer.inproc", "shm": "kv_transfer.shm", "tcp": "kv_transfer.tcp"}
+    {"inproc": "kv_transfer.inproc", "shm": "kv_transfer.shm", "tcp": "kv_transfer.tcp", "ucx": "kv_transfer.ucx"}
 )
 """Module of each scheme. It is imported when first asked for, and has ``receiver`` and ``sender`` functions.
 

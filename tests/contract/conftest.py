@@ -9,13 +9,16 @@ from pathlib import Path
 import pytest
 from far_process import LARGE, MANY, FarEnd, Start
 from ferry import Harbor, Quay
+from ucx_here import need_ucx
 
 MakeHarbor = Callable[..., Harbor]
 MakeQuay = Callable[..., Quay]
 
 
-@pytest.fixture(params=["inproc", "shm", "tcp"])
+@pytest.fixture(params=["inproc", "shm", "tcp", pytest.param("ucx", marks=pytest.mark.ucx)])
 def scheme(request: pytest.FixtureRequest) -> str:
+    if request.param == "ucx":
+        need_ucx()
     return str(request.param)
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
 from ferry import until
@@ -39,9 +40,11 @@ class FarEnd:
         await until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
 
     async def end(self) -> None:
-        if self.process.returncode is None:
-            self.signal(signal.SIGCONT)
-            self.process.kill()
+        # Killed a moment ago, it may be gone before the loop has heard of it.
+        with suppress(ProcessLookupError):
+            if self.process.returncode is None:
+                self.signal(signal.SIGCONT)
+                self.process.kill()
         await self.process.communicate()
 
 

@@ -23,7 +23,12 @@ from protocol.errors import TransferError
 
 POISON = 0xA5
 PATIENCE = 20.0
-BIND = {"inproc": "inproc://*", "shm": "shm://*", "tcp": "tcp://127.0.0.1:0"}
+BIND = {
+    "inproc": "inproc://*",
+    "shm": "shm://*",
+    "tcp": "tcp://127.0.0.1:0",
+    "ucx": "ucx://127.0.0.1:0",
+}
 NOBODY = {"inproc": "inproc://nobody", "shm": "shm://nobody"}
 GENERATION = 7
 SHALLOW = TransportConfig(buffer_bytes=64 << 10)

@@ -16,7 +16,9 @@ OTHER = {"transfer_secret": "the secret of another one"}
 
 
 async def test_the_text_is_the_same_with_checksums_and_a_secret(tiny_llama_dir: Path, tiny_oracle: Oracle) -> None:
-    async with rack(tiny_llama_dir, transfer={**SECRET, "transfer_checksum": True}) as running:
+    async with rack(
+        tiny_llama_dir, ship_by="tcp", listen_by="tcp", transfer={**SECRET, "transfer_checksum": True}
+    ) as running:
         answer = await running.ask(PROMPT)
         assert answer.token_ids == tiny_oracle.greedy(PROMPT, 12)
         assert running.decode[0].load().kv_blocks
@@ -25,7 +27,7 @@ async def test_the_text_is_the_same_with_checksums_and_a_secret(tiny_llama_dir: 
 async def test_a_decode_worker_with_another_secret_gets_no_block_and_the_client_a_clear_error(
     tiny_llama_dir: Path,
 ) -> None:
-    async with rack(tiny_llama_dir, transfer=SECRET, decode_transfer=OTHER) as running:
+    async with rack(tiny_llama_dir, ship_by="tcp", listen_by="tcp", transfer=SECRET, decode_transfer=OTHER) as running:
         with pytest.raises(AuthenticationFailed):
             await running.ask(PROMPT)
         assert not running.decode[0].load().kv_blocks

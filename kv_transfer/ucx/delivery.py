@@ -1,0 +1,163 @@
+"""The sender's side of one channel: announces a part, sends it on "go", waits for the verdict. In the loop thread.
+
+Life cycle: open -> [part -> go -> bytes -> verdict]* -> closed. A delivery that is given up takes the channel with it:
+once its UCX worker is destroyed nobody reads the pool for it, whatever the peer does, and the end of the connection
+tells the peer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from kv_transfer.tcp.address import Endpoint
+from kv_transfer.tcp.tuning import tune
+from kv_transfer.transport import TransportConfig
+from kv_transfer.ucx import wire
+from kv_transfer.ucx.channel import Channel, Stop
+from kv_transfer.ucx.library import Context
+from kv_transfer.ucx.loop_thread import settled, streams
+from kv_transfer.ucx.wire import Verdict
+from kv_transfer.windows import Part
+from protocol.errors import ChannelLost, KVFerryError, TicketRejected, TransferError
+
+T = TypeVar("T")
+
+
+class Parcel:
+    """One part of a ship on its way.
+
+    Attributes:
+        ticket: of the window.
+        part: as announced.
+        sources: ``(address, bytes)`` of what is sent.
+        stopped: set to the error with which its ship was stopped.
+    """
+
+    __slots__ = ("part", "sources", "stopped", "ticket")
+
+    def __init__(self, ticket: bytes, part: Part, sources: Sequence[tuple[int, int]]) -> None:
+        self.ticket = ticket
+        self.part = part
+        self.sources = sources
+        self.stopped: asyncio.Future[TransferError] = asyncio.get_running_loop().create_future()
+
+    def stop(self, error: TransferError) -> None:
+        """Let it be read no more; the first error stays."""
+        if not self.stopped.done():
+            self.stopped.set_result(error)
+
+
+class Line:
+    """A channel as its sender has it; made by :meth:`open`."""
+
+    def __init__(
+        self, channel: Channel, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, timeout: float
+    ) -> None:
+        self._channel = channel
+        self._timeout = timeout
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def open(cls, endpoint: Endpoint, context: Context, config: TransportConfig) -> Line:
+        """Connect and exchange hellos.
+
+        Args:
+            endpoint: of the receiver.
+            context: of the pool.
+            config: for the time limit.
+
+        Raises:
+            ChannelLost: nobody there, or no answer in time.
+            VersionMismatch: the peer speaks another version, or has another release of UCX.
+        """
+        channel = Channel(context)
+        writer: asyncio.StreamWriter | None = None
+        try:
+            async with asyncio.timeout(config.timeout):
+                reader, writer = await streams(await _connected(endpoint, config))
+                ours = wire.Hello(wire.ucx_release(context.library.version), channel.address())
+                writer.write(wire.pack_hello(ours))
+                theirs = await wire.read_hello(reader)
+                wire.check_release(ours, theirs)
+                channel.connect(theirs.worker)
+            return cls(channel, reader, writer, config.timeout)
+        except BaseException as error:
+            if writer is not None:
+                writer.transport.abort()
+            await settled({channel.close()})
+            if isinstance(error, TimeoutError):
+                raise ChannelLost(f"no progress for {config.timeout} seconds") from error
+            if isinstance(error, OSError | asyncio.IncompleteReadError):
+                raise ChannelLost(f"cannot connect: {error}") from error
+            raise
+
+    @property
+    def alive(self) -> bool:
+        """Whether the peer is still there, as far as is known."""
+        return not self._reader.at_eof() and not self._writer.is_closing() and self._channel.alive
+
+    async def deliver(self, parcel: Parcel) -> None:
+        """Have the peer take a part; when this returns or raises, the pool is read no more for it.
+
+        Raises:
+            TicketRejected, ChannelLost: see :meth:`~kv_transfer.transport.Sender.ship`.
+        """
+        sent: asyncio.Future[int] | None = None
+        try:
+            self._writer.write(wire.pack_part(parcel.ticket, parcel.part))
+            verdict, reason = await self._verdict(parcel)
+            while verdict in (Verdict.GO, Verdict.PROGRESS):
+                if sent is None and verdict is Verdict.GO:
+                    sent = self._channel.move(parcel.sources, Stop(), receives=False)
+                verdict, reason = await self._verdict(parcel)
+            if verdict is Verdict.REFUSED:
+                raise TicketRejected(reason)
+            if verdict is not Verdict.LANDED or sent is None:
+                raise ChannelLost(f"the receiver lost the connection: {reason}")
+            await self._heard(parcel, sent)
+        except TicketRejected:
+            if sent is not None:
+                await self.close()
+            raise
+        except (OSError, asyncio.IncompleteReadError) as error:
+            await self.close()
+            raise ChannelLost("the peer closed the connection") from error
+        except KVFerryError:
+            await self.close()
+            raise
+
+    async def _verdict(self, parcel: Parcel) -> tuple[Verdict, str]:
+        return await self._heard(parcel, asyncio.ensure_future(wire.read_answer(self._reader, parcel.part)))
+
+    async def _heard(self, parcel: Parcel, awaited: asyncio.Future[T]) -> T:
+        either: set[asyncio.Future[Any]] = {awaited, parcel.stopped}
+        await asyncio.wait(either, timeout=self._timeout, return_when=asyncio.FIRST_COMPLETED)
+        if awaited.done():
+            return awaited.result()
+        if isinstance(awaited, asyncio.Task):
+            awaited.cancel()
+            await settled({awaited})
+        if parcel.stopped.done():
+            raise parcel.stopped.result()
+        raise ChannelLost(f"no progress for {self._timeout} seconds")
+
+    async def close(self) -> None:
+        """End the connection and the worker; when this returns, the pool is read no more by it."""
+        await settled({self._channel.close()})
+        self._writer.transport.abort()
+
+
+async def _connected(endpoint: Endpoint, config: TransportConfig) -> socket.socket:
+    family, where = endpoint
+    connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        tune(connection, config)
+        await asyncio.get_running_loop().sock_connect(connection, where)
+    except BaseException:
+        connection.close()
+        raise
+    return connection

@@ -1,0 +1,32 @@
+"""What we ask of UCX, and why; the one place where its environment is looked at."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+SETTINGS: Mapping[str, str] = {
+    # One segment per piece; with the default of 8 KiB, TCP reaches a quarter of the link.
+    "TCP_TX_SEG_SIZE": "1m",
+    "TCP_RX_SEG_SIZE": "1m",
+    # UCX 1.13 ends the process ("Assertion `comp->count > 0' failed") when a peer dies in the middle of an eager
+    # zero-copy send over TCP. The copy costs little there, and rendezvous over RDMA goes without one all the same.
+    "ZCOPY_THRESH": "inf",
+    # Without these an endpoint that reports its peer's death may not use shared memory, and goes over TCP on one host.
+    "POSIX_ERROR_HANDLING": "y",
+    "SYSV_ERROR_HANDLING": "y",
+}
+LOG_LEVEL = "fatal"
+"""UCX logs to standard output, and what it logs as errors are the deaths of peers, which we report ourselves."""
+
+
+def settings(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What to set: ours, but for what the user has set in the environment (``UCX_...``), which UCX reads itself."""
+    found = os.environ if environment is None else environment
+    return {name: value for name, value in SETTINGS.items() if f"UCX_{name}" not in found}
+
+
+def log_level(environment: Mapping[str, str] | None = None) -> str | None:
+    """Our log level, or None where the user has set one."""
+    found = os.environ if environment is None else environment
+    return None if "UCX_LOG_LEVEL" in found else LOG_LEVEL
