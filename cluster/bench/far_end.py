@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable
 
 from cluster.bench import memory, plain_socket
+from cluster.bench.ending import to_the_end
 from cluster.bench.endpoint import bound_receiver, host_identity
 from cluster.bench.message import (
     VERSION,
@@ -135,9 +136,12 @@ class _Visit:
                     reply = Failed(code=error.code, text=error.message[:4096])
                 await self._channel.send(reply)
         finally:
-            await self._end_plain()
-            if self._receiver is not None:
-                await self._receiver.close()
+            await to_the_end(self._end())
+
+    async def _end(self) -> None:
+        await self._end_plain()
+        if self._receiver is not None:
+            await self._receiver.close()
 
     async def _answer(self, request: Request) -> Reply:
         match request:

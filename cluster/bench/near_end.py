@@ -19,6 +19,7 @@ import numpy as np
 
 from cluster.bench import memory, plain_socket
 from cluster.bench.block_table import Transfer
+from cluster.bench.ending import to_the_end
 from cluster.bench.endpoint import host_identity, ready_sender
 from cluster.bench.far_end import GENERATION, checksum
 from cluster.bench.message import (
@@ -96,7 +97,11 @@ async def opened(host: str, port: int, scheme: str, setup: Setup) -> AsyncIterat
         pattern = random.Random(setup.seed).randbytes(memory.PATTERN_BYTES)  # noqa: S311
         await asyncio.to_thread(memory.fill, pool, pattern)
         sender = ready_sender(scheme, pool, setup.config)
-        stack.push_async_callback(sender.close)
+
+        async def end() -> None:
+            await to_the_end(sender.close())
+
+        stack.push_async_callback(end)
         wanted = Prepare(
             version=VERSION,
             scheme=scheme,
