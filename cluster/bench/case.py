@@ -143,8 +143,8 @@ def pool_blocks(cases: Sequence[Case], layout: KVLayout, *, limit: int) -> int:
     if layout.pool_bytes(blocks) > limit:
         needed = f"{layout.pool_bytes(blocks) / (1 << 20):.0f} MiB"
         raise ConfigError(
-            f"{largest} needs a pool of {needed} on either side, more than --max-pool allows "
-            f"({limit / (1 << 20):.0f} MiB)",
+            f"{largest.concurrency} x {largest.tokens} tokens, {largest.table}, need a pool of {needed} on either "
+            f"side, more than --max-pool allows ({limit / (1 << 20):.0f} MiB)",
             field="max_pool",
         )
     return blocks

@@ -17,10 +17,15 @@ PRESETS: Mapping[str, tuple[int, int, int]] = MappingProxyType(
         "llama-3-8b": (32, 8, 128),
         "llama-3-70b-tp8": (80, 1, 128),
         "deepseek-v2-lite": (27, 1, 288),
+        "blocks-64k": (8, 2, 64),
     }
 )
-"""Layers, KV heads and head dimension. ``tp8`` is one shard of eight. Multi-head latent attention keeps one latent of
-512 and a rotary key of 64 elements a token and layer; as K and V of 288 elements they take the same bytes."""
+"""Layers, KV heads and head dimension.
+
+``tp8`` is one shard of eight. Multi-head latent attention keeps one latent of 512 and a rotary key of 64 elements a
+token and layer; as K and V of 288 elements they take the same bytes. ``blocks-64k`` is no model: 64 KiB a block of 16
+tokens.
+"""
 DEFAULT_PRESET = "smollm2-135m"
 
 
