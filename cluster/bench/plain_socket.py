@@ -111,4 +111,6 @@ async def _in_thread(connection: socket.socket, work: Callable[[], T]) -> T:
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
         await asyncio.wait([running])
+        if not running.cancelled():
+            running.exception()  # the broken connection is our doing, and nobody is left to be told
         raise

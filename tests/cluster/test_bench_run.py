@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import socket
 from collections.abc import AsyncIterator
 
 import pytest
 
-from cluster.bench import limit, message, near_end
+from cluster.bench import limit, message, near_end, plain_socket
 from cluster.bench.block_table import Transfer
 from cluster.bench.case import Case, Grid
 from cluster.bench.ending import to_the_end
@@ -117,6 +119,21 @@ async def test_a_pool_larger_than_the_far_end_allows_is_refused(place: Place) ->
 async def test_nobody_there() -> None:
     with pytest.raises(ConnectionFailed, match=r"nobody answers at 127\.0\.0\.1:9"):
         await outcomes_of(cases(16), ("127.0.0.1", 9))
+
+
+async def test_a_plain_round_that_is_cancelled_ends_its_thread_and_complains_to_nobody() -> None:
+    loop, complaints = asyncio.get_running_loop(), []
+    loop.set_exception_handler(lambda _, context: complaints.append(context))
+    here, there = socket.socketpair()
+    with here, there:
+        round_trip = asyncio.create_task(plain_socket.ship(here, [memoryview(bytearray(64 << 20))]))
+        await asyncio.to_thread(there.recv, 1)
+        round_trip.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await round_trip
+    del round_trip
+    gc.collect()
+    assert complaints == []
 
 
 async def test_an_end_is_not_cut_short_by_cancels() -> None:
