@@ -5,15 +5,20 @@ from __future__ import annotations
 import platform
 from pathlib import Path
 
+from cluster.bench.memory import Pool
 from kv_transfer.transport import Receiver, Sender, TransportConfig, make_receiver, make_sender
 from protocol.errors import ConfigError
 
 WITHIN_ONE_PROCESS = ("inproc",)
+NAMED = ("shm",)
+"""Schemes whose addresses are names on this machine, a fresh one for ``*``."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def bind_address(scheme: str, host: str) -> str:
     """Where a receiver of the transport takes a free address that peers of ``host`` reach."""
+    if scheme in NAMED:
+        return f"{scheme}://*"
     return f"{scheme}://[{host}]:0" if ":" in host else f"{scheme}://{host}:0"
 
 
@@ -30,11 +35,11 @@ def bound_receiver(scheme: str, host: str, memory: memoryview, config: Transport
         raise ConfigError(f"{scheme} does not work here: {error}", field="transports") from error
 
 
-def ready_sender(scheme: str, memory: memoryview, config: TransportConfig) -> Sender:
+def ready_sender(scheme: str, pool: Pool, config: TransportConfig) -> Sender:
     """A sender; raises as :func:`bound_receiver`."""
     _refuse_within_one_process(scheme)
     try:
-        return make_sender(scheme, memory, config)
+        return make_sender(scheme, pool.view, config)
     except (ImportError, OSError) as error:
         raise ConfigError(f"{scheme} does not work here: {error}", field="transports") from error
 

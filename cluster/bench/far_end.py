@@ -119,6 +119,7 @@ class _Visit:
     def __init__(self, channel: Channel, max_pool: int) -> None:
         self._channel = channel
         self._max_pool = max_pool
+        self._stack = contextlib.ExitStack()
         self._memory = memoryview(b"")
         self._block_bytes = 1
         self._receiver: Receiver | None = None
@@ -142,6 +143,7 @@ class _Visit:
         await self._end_plain()
         if self._receiver is not None:
             await self._receiver.close()
+        self._stack.close()
 
     async def _answer(self, request: Request) -> Reply:
         match request:
@@ -170,7 +172,7 @@ class _Visit:
                 field="max_pool",
             )
         memory.check_room(nbytes)
-        self._memory = memory.make_memory(nbytes)
+        self._memory = self._stack.enter_context(memory.made_pool(nbytes)).view
         self._block_bytes = wanted.block_bytes
         await asyncio.to_thread(memory.fill, self._memory, POISON)
         config = TransportConfig(streams=wanted.streams, timeout=wanted.timeout)

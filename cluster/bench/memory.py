@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 import psutil
 
@@ -30,23 +34,39 @@ def check_room(nbytes: int) -> None:
         )
 
 
-def make_memory(nbytes: int) -> memoryview:
-    """``nbytes`` bytes of zeros, shareable by descriptor where the system can; freed with the last view.
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """A pool's memory.
+
+    Attributes:
+        view: its bytes, zeros at first; freed with the last view of them.
+        descriptor: of the sealed anonymous file that they are the whole of; None where the system has none.
+    """
+
+    view: memoryview
+    descriptor: int | None
+
+
+@contextmanager
+def made_pool(nbytes: int) -> Iterator[Pool]:
+    """A pool of ``nbytes`` bytes; its descriptor is open within this context.
 
     Raises:
         ConfigError: the system has not so much.
     """
-    try:
-        if not hasattr(os, "memfd_create"):
-            return memoryview(mmap.mmap(-1, nbytes))
-        descriptor = os.memfd_create("kvferry-bench", os.MFD_CLOEXEC)
+    with ExitStack() as stack:
         try:
-            os.ftruncate(descriptor, nbytes)
-            return memoryview(mmap.mmap(descriptor, nbytes))
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise ConfigError(f"no memory for a pool of {nbytes >> 20} MiB: {error}", field="max_pool") from error
+            descriptor = None
+            if hasattr(os, "memfd_create"):
+                descriptor = os.memfd_create("kvferry-bench", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+                stack.callback(os.close, descriptor)
+                os.ftruncate(descriptor, nbytes)
+                # Whoever maps it is safe from its getting shorter.
+                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            view = memoryview(mmap.mmap(-1 if descriptor is None else descriptor, nbytes))
+        except OSError as error:
+            raise ConfigError(f"no memory for a pool of {nbytes >> 20} MiB: {error}", field="max_pool") from error
+        yield Pool(view, descriptor)
 
 
 def fill(memory: memoryview, pattern: bytes) -> None:

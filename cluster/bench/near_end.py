@@ -93,9 +93,9 @@ async def opened(host: str, port: int, scheme: str, setup: Setup) -> AsyncIterat
     async with AsyncExitStack() as stack:
         channel = await _connected(host, port)
         stack.push_async_callback(channel.close)
-        pool = memory.make_memory(setup.layout.pool_bytes(setup.blocks))
+        pool = stack.enter_context(memory.made_pool(setup.layout.pool_bytes(setup.blocks)))
         pattern = random.Random(setup.seed).randbytes(memory.PATTERN_BYTES)  # noqa: S311
-        await asyncio.to_thread(memory.fill, pool, pattern)
+        await asyncio.to_thread(memory.fill, pool.view, pattern)
         sender = ready_sender(scheme, pool, setup.config)
 
         async def end() -> None:
@@ -115,7 +115,7 @@ async def opened(host: str, port: int, scheme: str, setup: Setup) -> AsyncIterat
                 prepared = await _ask(channel, wanted, Prepared)
         except TimeoutError as error:
             raise ConnectionFailed(f"{host}:{port} did not answer in {PREPARE_SECONDS:.0f} seconds") from error
-        session = Session(channel, sender, pool, setup.layout, prepared)
+        session = Session(channel, sender, pool.view, setup.layout, prepared)
         stack.push_async_callback(session.end_plain)
         first = Span(0, 0, setup.layout.block_bytes)
         await session.ship_round([Transfer((0,), (0,), (((first,), (0,)),))], checked=True)
@@ -203,7 +203,7 @@ class Session:
     async def begin_copy(self) -> None:
         """Make the second pool that :meth:`copy_round` copies to."""
         if not self._copy_target.nbytes:
-            self._copy_target = memory.make_memory(self._pool.nbytes)
+            self._copy_target = memoryview(bytearray(self._pool.nbytes))
             await asyncio.to_thread(memory.fill, self._copy_target, b"\0" * memory.PATTERN_BYTES)
 
     async def copy_round(self, transfers: Sequence[Transfer]) -> float:
