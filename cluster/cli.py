@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from cluster.bench.command import bench_app
 from cluster.model_command import model_app
 from protocol.errors import ClusterError, InvariantViolation, KVFerryError
 
@@ -20,6 +21,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.add_typer(model_app)
+app.add_typer(bench_app)
 
 ERROR_STATUS = 1
 INTERNAL_ERROR_STATUS = 70

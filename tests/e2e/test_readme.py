@@ -69,7 +69,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (yaml,) = [body for language, body in BLOCKS if language == "yaml"]
     # Port 8000 may be somebody else's here; the README's URL is exchanged for the cluster's.
     (folder / "cluster.yaml").write_text(f"{yaml}\nrouter: {{port: 0}}\n")
-    (folder / "benchmarks").symlink_to(ROOT / "benchmarks")
     up = shell(UP, folder, folder)
     assert up.returncode == 0, up.stderr
     yield folder

@@ -1,0 +1,124 @@
+"""``kvferry bench``: the options. Heavy imports happen inside the commands, so that ``--help`` is quick."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from cluster.bench.preset import DEFAULT_PRESET, PRESETS
+
+bench_app = typer.Typer(name="bench", help="Measure what this machine and a cluster reach.", no_args_is_help=True)
+
+TABLE_WIDTH = 132
+"""Where standard output is no terminal."""
+OUTPUT_TOKENS = 16
+
+Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures there.")]
+
+
+@bench_app.command("transfer")
+def transfer_command(
+    model: Annotated[
+        str, typer.Option("--model", help=f"A directory with a model's config.json, or one of: {', '.join(PRESETS)}.")
+    ] = DEFAULT_PRESET,
+    tokens: Annotated[str, typer.Option(help="Of a transfer, as 1,512,128k.")] = "16,512,4k",
+    tables: Annotated[str, typer.Option(help="Block tables: contiguous, scattered.")] = "contiguous,scattered",
+    ways: Annotated[str, typer.Option(help="Ship whole, or chunked by 512 tokens.")] = "whole,chunked",
+    concurrency: Annotated[str, typer.Option(help="Transfers at once, as 1,4.")] = "1",
+    transports: Annotated[str, typer.Option(help="As tcp,shm; all tries every one there is.")] = "all",
+    block_size: Annotated[int, typer.Option(min=1, max=1 << 16, help="Tokens of a block.")] = 16,
+    dtype: Annotated[str, typer.Option(help="Of the cache.")] = "bfloat16",
+    streams: Annotated[int | None, typer.Option(min=1, max=64, help="Connections of one transport.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.01, max=3600, help="Measure each case for so long.")] = 1.0,
+    time_limit: Annotated[float, typer.Option(min=0.1, max=86400, help="Give a case up after so long.")] = 60.0,
+    max_pool: Annotated[str, typer.Option(help="No pool of either side is larger.")] = "2GiB",
+    seed: Annotated[int, typer.Option(min=0, help="Of scattered block tables and of the bytes.")] = 0,
+    connect: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Measure with the one that listens there.")
+    ] = None,
+    listen: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Be the receiving side, until Ctrl-C; trust who comes.")
+    ] = None,
+    json: Json = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Also draw them: .html, .png or .svg.")
+    ] = None,
+    tied: Annotated[bool, typer.Option("--tied", hidden=True)] = False,
+) -> None:
+    """Measure the KV transports between two processes, or with --connect and --listen between two machines.
+
+    Each case takes turns with the machine's own limit for the same bytes: a memory copy, or a plain socket.
+    """
+    from cluster.bench.case import TABLES, WAYS, Grid, parse_choices, parse_count, parse_counts
+    from cluster.bench.transfer import Options, be_far_end, measure_transfers, parse_place
+    from cluster.signals import exit_on_terminate
+    from kv_transfer.transport import SCHEMES
+    from protocol.errors import ConfigError
+
+    if connect is not None and listen is not None:
+        raise ConfigError("--connect and --listen are for the two sides: give one of them", field="connect")
+    limit = parse_count(max_pool, field="max_pool")
+    if listen is not None:
+        with exit_on_terminate():
+            be_far_end(*parse_place(listen, field="listen"), max_pool=limit, tied=tied)
+        return
+    grid = Grid(
+        transports=tuple(SCHEMES) if transports == "all" else tuple(name.strip() for name in transports.split(",")),
+        tokens=parse_counts(tokens, field="tokens"),
+        tables=parse_choices(tables, TABLES, field="tables"),
+        ways=parse_choices(ways, WAYS, field="ways"),
+        concurrency=parse_counts(concurrency, field="concurrency"),
+    )
+    options = Options(
+        model=model,
+        block_size=block_size,
+        dtype=dtype,
+        grid=grid,
+        streams=streams,
+        seconds=seconds,
+        time_limit=time_limit,
+        max_pool=limit,
+        seed=seed,
+        peer=None if connect is None else parse_place(connect, field="connect"),
+        json=json,
+        plot=plot,
+    )
+    out = Console()
+    with exit_on_terminate():
+        complete = measure_transfers(options, out if out.is_terminal else Console(width=TABLE_WIDTH))
+    if not complete:
+        raise typer.Exit(1)
+
+
+@bench_app.command("latency")
+def latency_command(
+    url: Annotated[str | None, typer.Option("--url", help="Of the router; default: the cluster that is up.")] = None,
+    runs: Annotated[int, typer.Option(min=1, help="Of each length, after one that does not count.")] = 7,
+    lengths: Annotated[str, typer.Option(help="Prompt tokens.")] = "16,64,256,900",
+    output_tokens: Annotated[int, typer.Option(min=2, help="Of each answer.")] = OUTPUT_TOKENS,
+    json: Json = None,
+) -> None:
+    """Show where the time of a request goes, by prompt length, on a cluster that is up."""
+    import msgspec
+    from rich.progress import track
+
+    from cluster.bench.case import parse_counts
+    from cluster.bench.latency import measure, row_table, summary
+    from cluster.bench.report import write_bytes
+    from cluster.conversation import default_url
+    from router.client import Client
+
+    wanted = parse_counts(lengths, field="lengths")
+    errors = Console(stderr=True)
+    with Client(url or default_url()) as client:
+        turns = measure(client, wanted, runs, output_tokens)
+        found = list(track(turns, total=runs, description="runs", console=errors, disable=not errors.is_terminal))
+    rows = [summary(length, [turn[length] for turn in found], output_tokens) for length in wanted]
+    out = Console()
+    table = row_table(rows, runs=runs, output_tokens=output_tokens)
+    (out if out.is_terminal else Console(width=TABLE_WIDTH)).print(table)
+    if json is not None:
+        write_bytes(json, msgspec.json.format(msgspec.json.encode(rows), indent=2) + b"\n", field="json")

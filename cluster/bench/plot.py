@@ -1,0 +1,83 @@
+"""The figures of a run as a picture, by matplotlib: an image, or a page that holds the picture and its data."""
+
+from __future__ import annotations
+
+import html
+import importlib.util
+import io
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cluster.bench.report import Measured, Report, remarks, write_bytes
+from protocol.errors import ConfigError
+
+SUFFIXES = (".html", ".png", ".svg")
+WIDTH_INCHES, HEIGHT_INCHES = 13.0, 5.0
+
+
+def check_plot(file: Path) -> None:
+    """Say before a run, not after it, what would keep its plot from being written.
+
+    Raises:
+        ConfigError: the name ends in none of :data:`SUFFIXES`, or matplotlib is not installed (names the extra).
+    """
+    if file.suffix not in SUFFIXES:
+        raise ConfigError(f"plot must end in {', '.join(SUFFIXES)}, got {str(file)!r}", field="plot")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib: install kvferry with the extra 'plot'", field="plot")
+
+
+def write_plot(report: Report, file: Path) -> None:
+    """Draw the report; raises as :func:`check_plot`, and where the file cannot be written."""
+    check_plot(file)
+    figure = _figure(report)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png" if file.suffix == ".png" else "svg", bbox_inches="tight")
+    body = picture.getvalue() if file.suffix != ".html" else _page(report, picture.getvalue().decode()).encode()
+    write_bytes(file, body, field="plot")
+
+
+def series(report: Report) -> dict[str, list[Measured]]:
+    """The measured cases by all that does not change the size of a transfer, each by growing size."""
+    found: dict[str, list[Measured]] = {}
+    for outcome in report.outcomes:
+        if outcome.measured is not None:
+            case = outcome.case
+            name = f"{case.transport}, {case.table}, {case.way}, {case.concurrency} at once"
+            found.setdefault(name, []).append(outcome.measured)
+    return {name: sorted(points, key=lambda point: point.nbytes) for name, points in found.items()}
+
+
+def _figure(report: Report) -> Any:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES), layout="constrained")
+    speed, delay = figure.subplots(1, 2)
+    for name, points in series(report).items():
+        sizes = [point.nbytes / (1 << 20) for point in points]
+        (line,) = speed.plot(sizes, [point.gb_per_s for point in points], marker="o", label=name)
+        limits = [point.limit_gb_per_s for point in points]
+        speed.plot(sizes, limits, linestyle=":", color=line.get_color())
+        middle = [1e3 * point.latency.p50 for point in points]
+        slowest = [1e3 * point.latency.p99 for point in points]
+        delay.plot(sizes, middle, marker="o", color=line.get_color())
+        delay.fill_between(sizes, middle, slowest, alpha=0.15, color=line.get_color())
+    speed.set(xscale="log", xlabel="MiB a transfer", ylabel="GB/s", title="throughput (dotted: the limit)")
+    delay.set(xscale="log", yscale="log", xlabel="MiB a transfer", ylabel="ms", title="latency (p50 to p99)")
+    speed.set_ylim(bottom=0)
+    if speed.lines:
+        speed.legend(fontsize="small")
+    figure.suptitle(f"kvferry {report.kvferry}, {report.model}, blocks of {report.block_bytes >> 10} KiB")
+    return figure
+
+
+def _page(report: Report, picture: str) -> str:
+    data = msgspec.json.format(msgspec.json.encode(report), indent=1).decode()
+    notes = "".join(f"<li>{html.escape(line)}</li>" for line in remarks(report))
+    return (
+        "<!doctype html><html lang=en><meta charset=utf-8><title>kvferry bench transfer</title>"
+        f"<body style='font-family:sans-serif'>{picture[picture.index('<svg') :]}<ul>{notes}</ul>"
+        f"<details><summary>data</summary><pre>{html.escape(data)}</pre></details></body></html>\n"
+    )

@@ -1,0 +1,186 @@
+"""``kvferry bench transfer`` without its options' spelling: checks first, then runs, then says what was found."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+from rich.console import Console
+
+from cluster.bench import far_end, memory
+from cluster.bench.case import Case, Grid, pool_blocks
+from cluster.bench.limit import LIMITS
+from cluster.bench.local_peer import LISTENING, local_peer
+from cluster.bench.near_end import Setup
+from cluster.bench.plot import check_plot, write_plot
+from cluster.bench.preset import layout_of
+from cluster.bench.progress import CaseProgress
+from cluster.bench.report import Machine, Outcome, Report, Settings, outcome_table, remarks, write_json
+from cluster.bench.run import Effort, OnCase, OnOutcome, run
+from kv_transfer.transport import TransportConfig
+from protocol.errors import ConfigError
+
+TRANSPORT_TIMEOUT_SECONDS = 10.0
+POOLS_HERE = 2
+"""The sender's pool, and the one that the memory copy goes to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What to measure; the fields are the command's options.
+
+    Attributes:
+        peer: the far end's host and port; None makes one in a second process here.
+    """
+
+    model: str
+    block_size: int
+    dtype: str
+    grid: Grid
+    streams: int | None
+    seconds: float
+    time_limit: float
+    max_pool: int
+    seed: int
+    peer: tuple[str, int] | None
+    json: Path | None
+    plot: Path | None
+
+
+def parse_place(text: str, *, field: str) -> tuple[str, int]:
+    """Host and port; an IPv6 host stands in square brackets.
+
+    Raises:
+        ConfigError: the text is not of that form.
+    """
+    try:
+        parts = urlsplit(f"//{text}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or port is None or "/" in text or "@" in text:
+        raise ConfigError(f"{field} must be HOST:PORT, got {text!r}", field=field)
+    return host, port
+
+
+def be_far_end(host: str, port: int, *, max_pool: int, tied: bool) -> None:
+    """Be the receiving side until interrupted; see :func:`cluster.bench.far_end.serve`."""
+
+    def announce(bound: str, taken: int) -> None:
+        shown = f"[{bound}]" if ":" in bound else bound
+        print(f"{LISTENING} {shown}:{taken}", flush=True)
+
+    asyncio.run(far_end.serve(host, port, max_pool=max_pool, on_bound=announce, tied=tied))
+
+
+def measure_transfers(options: Options, console: Console) -> bool:
+    """Run all cases and print, write and draw what they gave; when interrupted, print what there is by then.
+
+    Returns:
+        Whether every case was either measured or skipped, and one was measured.
+
+    Raises:
+        ConfigError: an option cannot be; said before anything is started.
+        ConnectionFailed: the far end does not answer.
+    """
+    layout = layout_of(options.model, block_size=options.block_size, dtype=options.dtype)
+    cases = options.grid.cases()
+    blocks = pool_blocks(cases, layout, limit=options.max_pool)
+    memory.check_room(layout.pool_bytes(blocks) * (POOLS_HERE + (options.peer is None)))
+    for file, name in ((options.json, "json"), (options.plot, "plot")):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ConfigError(f"{name}: there is no folder {file.absolute().parent}", field=name)
+    if options.plot is not None:
+        check_plot(options.plot)
+    timeout = min(TRANSPORT_TIMEOUT_SECONDS, options.time_limit)
+    config = TransportConfig(timeout=timeout)
+    if options.streams is not None:
+        config = TransportConfig(timeout=timeout, streams=options.streams)
+    setup = Setup(layout, blocks, config, options.seed)
+    outcomes: list[Outcome] = []
+    complete = False
+    try:
+        with CaseProgress(len(cases), Console(stderr=True)) as progress:
+
+            def keep(outcome: Outcome) -> None:
+                outcomes.append(outcome)
+                progress.finish(outcome)
+
+            effort = Effort(options.seconds, options.time_limit)
+            asyncio.run(_run(options, cases, setup, effort, progress.show, keep))
+        complete = True
+    finally:
+        if outcomes:
+            report = _report(options, setup, tuple(outcomes), complete)
+            _tell(report, console)
+            if options.json is not None:
+                write_json(report, options.json)
+            if options.plot is not None:
+                write_plot(report, options.plot)
+    states = {outcome.state for outcome in outcomes}
+    return "failed" not in states and "measured" in states
+
+
+async def _run(
+    options: Options, cases: list[Case], setup: Setup, effort: Effort, on_case: OnCase, on_outcome: OnOutcome
+) -> None:
+    async with AsyncExitStack() as stack:
+        where = options.peer
+        if where is None:
+            where = await stack.enter_async_context(local_peer(options.max_pool))
+        await run(cases, where, setup, effort, on_case, on_outcome)
+
+
+def _report(options: Options, setup: Setup, outcomes: tuple[Outcome, ...], complete: bool) -> Report:
+    return Report(
+        kvferry=version("kvferry"),
+        machine=Machine(
+            system=platform.platform(),
+            processor=_processor(),
+            cores=os.cpu_count() or 1,
+            memory_bytes=psutil.virtual_memory().total,
+            python=platform.python_version(),
+        ),
+        model=Path(options.model).name,
+        layout=setup.layout,
+        block_bytes=setup.layout.block_bytes,
+        settings=Settings(
+            seconds=options.seconds,
+            time_limit=options.time_limit,
+            streams=setup.config.streams,
+            seed=options.seed,
+            max_pool=options.max_pool,
+            two_machines=options.peer is not None,
+        ),
+        limits=dict(LIMITS),
+        outcomes=outcomes,
+        complete=complete,
+    )
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def _tell(report: Report, console: Console) -> None:
+    machine, layout = report.machine, report.layout
+    console.print(
+        f"{report.model}: {layout.bytes_per_token} bytes a token, blocks of {layout.block_size} tokens "
+        f"({report.block_bytes} bytes); {report.settings.streams} streams; {machine.cores} cores, {machine.processor}",
+        highlight=False,
+    )
+    console.print(outcome_table(report))
+    for line in remarks(report):
+        console.print(f"* {line}", markup=False, highlight=False)
