@@ -19,7 +19,7 @@ def grant(name: str, blocks: tuple[int, ...]) -> Grant:
         blocks=blocks,
         generations=blocks,
         layout=LAYOUT,
-        address="tcp://127.0.0.1:1",
+        addresses=("tcp://127.0.0.1:1",),
         ticket=b"t" * 16,
         ttl=30.0,
     )
