@@ -27,6 +27,10 @@ TRIES = 60
 Start = Callable[..., Awaitable[FarEnd]]
 
 
+def ucx_segments() -> set[Path]:
+    return {*Path("/dev/shm").glob("ucx_shm_*")}
+
+
 @pytest.fixture(params=["all", "tcp"])
 def means(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What UCX may use: all that it has, or TCP alone, as between two machines without RDMA."""
@@ -37,7 +41,10 @@ def means(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 
 @pytest.fixture
 async def begin(means: str) -> AsyncIterator[Start]:
+    before = ucx_segments()
     async with AsyncExitStack() as stack:
+        # A killed process cannot take back the segments that UCX made for it.
+        stack.callback(lambda: [left.unlink(missing_ok=True) for left in ucx_segments() - before])
 
         async def start(role: str, **words: object) -> FarEnd:
             script = str(Path(__file__).with_name("far_end.py"))
