@@ -19,6 +19,11 @@ class Loops:
         self._watched: list[asyncio.Future[None]] = []
         self._stopped = asyncio.Event()
 
+    @property
+    def tasks(self) -> tuple[asyncio.Task[None], ...]:
+        """The loops themselves, for whoever watches them."""
+        return tuple(self._tasks)
+
     def start(self, name: str, loop: Coroutine[None, None, None]) -> None:
         """Run ``loop`` as a task called ``name``."""
         self._tasks.append(asyncio.create_task(loop, name=name))

@@ -15,6 +15,7 @@ import zmq.asyncio
 
 from protocol.errors import ProtocolError
 from protocol.ids import Peer
+from protocol.loops import Loops
 from protocol.messages import Heartbeat, Message
 from protocol.sockets import Spoke
 
@@ -51,19 +52,19 @@ class WorkerLink:
         self._on_message = on_message
         self._on_router_lost = on_router_lost
         self._peers: dict[Peer, Spoke] = {}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._loops = Loops()
         self.malformed_frames = 0
 
     def start(self) -> None:
         """Begin to receive and to send heartbeats."""
         for spoke in self._spokes:
-            self._tasks.append(asyncio.create_task(self._receive(spoke), name=f"router-link {spoke.endpoint}"))
-        self._tasks.append(asyncio.create_task(self._beat(), name="heartbeat"))
+            self._loops.start(f"router-link {spoke.endpoint}", self._receive(spoke))
+        self._loops.start("heartbeat", self._beat())
 
     @property
     def tasks(self) -> tuple[asyncio.Task[None], ...]:
         """The loops that must run for as long as the worker serves."""
-        return tuple(self._tasks)
+        return self._loops.tasks
 
     def send(self, router: Peer, message: Message) -> bool:
         """Send to the router that asked; False when that life of it is over or it is too far behind."""
@@ -78,9 +79,7 @@ class WorkerLink:
 
     async def close(self) -> None:
         """Stop and close every connection."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._loops.stop()
         for spoke in self._spokes:
             spoke.close()
 

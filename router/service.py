@@ -18,6 +18,7 @@ import zmq.asyncio
 
 from protocol.errors import NoWorkerAvailable, ProtocolError, StartFailed
 from protocol.ids import Peer
+from protocol.loops import Loops
 from protocol.messages import Message
 from protocol.sockets import Hub
 from router.config import RouterConfig
@@ -71,7 +72,7 @@ class Service:
         )
         self._context: zmq.asyncio.Context | None = None
         self._hub: Hub | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._loops = Loops()
         self._serving = False
         self._next_complaint = 0.0
 
@@ -88,10 +89,8 @@ class Service:
             context.destroy(linger=0)
             raise
         self._context, self._hub, self._serving = context, hub, True
-        self._tasks = [
-            asyncio.create_task(self._receive(hub), name="router-receive"),
-            asyncio.create_task(self._tick(), name="router-tick"),
-        ]
+        self._loops.start("router-receive", self._receive(hub))
+        self._loops.start("router-tick", self._tick())
 
     async def close(self) -> None:
         """Fail what is open, tell the workers, end both tasks. A second call does nothing."""
@@ -101,9 +100,7 @@ class Service:
         assert self._hub is not None
         assert self._context is not None
         failed = self._dispatcher.abandon_all(NoWorkerAvailable("the router is stopping"), time.monotonic())
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._loops.stop()
         if failed:
             await asyncio.sleep(FLUSH)
         self._hub.close()
@@ -113,7 +110,7 @@ class Service:
     @property
     def tasks(self) -> tuple[asyncio.Task[None], ...]:
         """The loops that must run for as long as it serves."""
-        return tuple(self._tasks)
+        return self._loops.tasks
 
     @property
     def hub_endpoint(self) -> str:
@@ -157,7 +154,7 @@ class Service:
     def health(self) -> ServiceHealth:
         """Whether a new request would find a pair of workers."""
         roles = [worker.profile.role for worker in self._live_workers()]
-        if not self._serving or any(task.done() for task in self._tasks):
+        if not self._serving or any(task.done() for task in self.tasks):
             lack: str | None = "the router is not running"
         else:
             lack = self._dispatcher.can_place()

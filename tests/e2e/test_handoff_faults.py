@@ -230,7 +230,7 @@ async def test_a_router_that_starts_again_knows_every_worker_and_leaves_no_orpha
         orphan = asyncio.create_task(running.ask(prompt, max_tokens=200))
         await until(lambda: any(gate.held for gate in gates), "a stream in mid-way")
         hub = running.service.hub_endpoint
-        for task in running.service._tasks:
+        for task in running.service.tasks:
             task.cancel()
         assert running.service._hub is not None
         running.service._hub.close()
