@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import TypeVar
+
+T = TypeVar("T")
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -25,6 +29,36 @@ def exit_on_terminate() -> Iterator[None]:
 
     with _handlers({signal.SIGTERM: leave, signal.SIGHUP: leave}):
         yield
+
+
+def run_until_terminated(main: Coroutine[object, object, T]) -> T:
+    """``asyncio.run`` in which SIGTERM and SIGHUP cancel ``main``, as SIGINT does, and raise once all is cleaned up.
+
+    An exception raised by a signal handler would strike wherever the loop is, in a callback of a transport as likely
+    as not, and leave the task that it belongs to unfinished.
+
+    Raises:
+        SystemExit: terminated; the status is 128 and the number of the signal.
+    """
+    received: list[int] = []
+
+    async def guarded() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def leave(number: int, _frame: FrameType | None) -> None:
+            received.append(number)
+            loop.call_soon_threadsafe(task.cancel)
+
+        with _handlers({signal.SIGTERM: leave, signal.SIGHUP: leave}):
+            return await main
+
+    try:
+        return asyncio.run(guarded())
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        raise SystemExit(128 + received[0]) from None
 
 
 @contextmanager

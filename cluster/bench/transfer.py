@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import platform
 from contextlib import AsyncExitStack
@@ -24,6 +23,7 @@ from cluster.bench.preset import layout_of
 from cluster.bench.progress import CaseProgress
 from cluster.bench.report import Machine, Outcome, Report, Settings, outcome_table, remarks, write_json
 from cluster.bench.run import Effort, OnCase, OnOutcome, run
+from cluster.signals import run_until_terminated
 from kv_transfer.transport import TransportConfig
 from protocol.errors import ConfigError
 
@@ -77,7 +77,7 @@ def be_far_end(host: str, port: int, *, max_pool: int, tied: bool) -> None:
         shown = f"[{bound}]" if ":" in bound else bound
         print(f"{LISTENING} {shown}:{taken}", flush=True)
 
-    asyncio.run(far_end.serve(host, port, max_pool=max_pool, on_bound=announce, tied=tied))
+    run_until_terminated(far_end.serve(host, port, max_pool=max_pool, on_bound=announce, tied=tied))
 
 
 def measure_transfers(options: Options, console: Console) -> bool:
@@ -114,7 +114,7 @@ def measure_transfers(options: Options, console: Console) -> bool:
                 progress.finish(outcome)
 
             effort = Effort(options.seconds, options.time_limit)
-            asyncio.run(_run(options, cases, setup, effort, progress.show, keep))
+            run_until_terminated(_run(options, cases, setup, effort, progress.show, keep))
         complete = True
     finally:
         if outcomes:

@@ -196,11 +196,12 @@ def test_an_interrupted_run_ends_both_processes_and_tells_what_it_has(
     assert report.outcomes[0].measured is not None
 
 
-def test_an_interrupt_in_mid_transfer_ends_both_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, INTERRUPTED), (signal.SIGTERM, TERMINATED)])
+def test_an_interrupt_in_mid_transfer_ends_both_processes(number: signal.Signals, status: int, tmp_path: Path) -> None:
     with running(*ENDLESS, folder=tmp_path) as (process, child):
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, errors = process.communicate(timeout=PROMPT)
-        assert process.returncode == INTERRUPTED
+        assert process.returncode == status
         assert "Traceback" not in errors
         assert not child.is_running()
 
