@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from kv_transfer.band import Band
 from kv_transfer.memory import as_bytes
 from kv_transfer.ships import Ship, ShipBook, check_ship
 from kv_transfer.shm import sealed, wire
@@ -60,13 +61,19 @@ class ShmSender(Sender):
         self._closed = self._given_up = False
 
     async def ship(
-        self, address: str, ticket: bytes, spans: Sequence[Span], generations: Sequence[tuple[int, int]]
+        self,
+        address: str,
+        ticket: bytes,
+        spans: Sequence[Span],
+        generations: Sequence[tuple[int, int]],
+        *,
+        band: Band | None = None,
     ) -> ShipReport:
         """See :meth:`Sender.ship`."""
         started = time.monotonic()
         ship = self._book.start(ticket)
         try:
-            check_ship(spans, generations, self._nbytes)
+            check_ship(spans, generations, self._nbytes, band)
             if spans:
                 async with self._room:
                     await self._deliver(ship, address, spans, generations)

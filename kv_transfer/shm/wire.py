@@ -12,7 +12,7 @@
 
 Each frame has one answer, in any order.
 
-History: 1 -- first version.
+History: 1 -- first version. 2 -- the spans may be one and the same band of each block, in place of whole blocks.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from kv_transfer.shm.ledger import SLOTS
 from kv_transfer.span import Span
 from protocol.errors import IntegrityMismatch, MalformedFrame, VersionMismatch
 
-LOWEST_VERSION = 1
-HIGHEST_VERSION = 1
+LOWEST_VERSION = 2
+HIGHEST_VERSION = 2
 MAX_SPANS = 1 << 20
 MAX_BLOCKS = 1 << 20
 MAX_REASON = 255

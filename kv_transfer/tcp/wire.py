@@ -15,7 +15,8 @@
 Each frame has one answer. A refusal may come before the payload has gone out; the sender then drops the connection
 or, if it has sent all, goes on with it.
 
-History: 1 -- first version. 2 -- frames with a CRC, and the verdict on it; challenge, proof and welcome.
+History: 1 -- first version. 2 -- frames with a CRC, and the verdict on it; challenge, proof and welcome. 3 -- the spans
+may be one and the same band of each block, in place of whole blocks.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from typing import NamedTuple
 from kv_transfer.windows import Part, Target
 from protocol.errors import MalformedFrame, VersionMismatch
 
-LOWEST_VERSION = 2
-HIGHEST_VERSION = 2
+LOWEST_VERSION = 3
+HIGHEST_VERSION = 3
 MAX_SPANS = 1 << 16
 MAX_BLOCKS = 1 << 16
 MAX_PARTS = 1 << 12

@@ -12,7 +12,7 @@ A part is answered "go" when the receiver is ready for its bytes, then any numbe
 "broken"; or "refused" at any point. A sender that gives a part up closes the connection. Both ends must run the same
 release of UCX, for its packed addresses are not promised to be read by another.
 
-History: 1 -- first version.
+History: 1 -- first version. 2 -- the spans may be one and the same band of each block, in place of whole blocks.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from kv_transfer.ucx.library import MAX_ADDRESS
 from kv_transfer.windows import Part
 from protocol.errors import MalformedFrame, VersionMismatch
 
-LOWEST_VERSION = 1
-HIGHEST_VERSION = 1
+LOWEST_VERSION = 2
+HIGHEST_VERSION = 2
 MAX_SPANS = 1 << 16
 MAX_BLOCKS = 1 << 16
 MAX_PARTS = 1 << 12

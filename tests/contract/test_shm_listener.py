@@ -185,8 +185,8 @@ async def test_another_version_is_turned_away_with_both_named(harbor) -> None:
     there = harbor("shm", 1, BLOCK)
     hello = wire.HELLO.pack(b"KVSH", 9, 12, 0, BLOCK)
     heard = await asyncio.to_thread(talk, there.address, hello, [])
-    assert b"peer speaks 9 to 12, this process 1 to 1" in heard
-    with pytest.raises(VersionMismatch, match="peer speaks 9 to 12, this process 1 to 1"):
+    assert b"peer speaks 9 to 12, this process 2 to 2" in heard
+    with pytest.raises(VersionMismatch, match="peer speaks 9 to 12, this process 2 to 2"):
         wire.parse_welcome(wire.WELCOME.pack(b"KVSW", 9, 12, 0, 0))
     with pytest.raises(MalformedFrame):
         wire.parse_welcome(b"HTTP/1.1")

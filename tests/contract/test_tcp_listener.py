@@ -122,9 +122,9 @@ async def test_half_a_frame_breaks_its_window(harbor) -> None:
 async def test_another_version_is_turned_away_with_both_named(harbor, quay) -> None:
     there, here = harbor("tcp", 1, BLOCK), quay("tcp", 1, BLOCK)
     assert await asyncio.to_thread(talk, there.address, wire.HELLO.pack(b"KVFT", 9, 12, 0)) == HELLO
-    with pytest.raises(VersionMismatch, match="peer speaks 9 to 12, this process 2 to 2"):
+    with pytest.raises(VersionMismatch, match="peer speaks 9 to 12, this process 3 to 3"):
         wire.check_hello(wire.HELLO.pack(b"KVFT", 9, 12, 0))
-    assert wire.check_hello(wire.HELLO.pack(b"KVFT", 0, 200, 0)) == 2
+    assert wire.check_hello(wire.HELLO.pack(b"KVFT", 0, 200, 0)) == 3
 
     async def old(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readexactly(wire.HELLO.size)
