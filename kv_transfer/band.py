@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kv_transfer.span import Span
 from protocol.errors import IntegrityMismatch
+from protocol.layout import KVLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +27,29 @@ class Band:
             where = f"[{self.begin}, {self.end}) of a block of {self.block_bytes} bytes"
             raise IntegrityMismatch(f"band must be a part of a block, got {where}", field="band")
 
+    @classmethod
+    def of_layers(cls, layout: KVLayout, layers: range) -> Band:
+        """The band that a range of layers is.
+
+        Raises:
+            ConfigError: the layout has not these layers.
+        """
+        begin, nbytes = layout.block_span(0, layers=layers)
+        return cls(begin, begin + nbytes, layout.block_bytes)
+
     @property
     def nbytes(self) -> int:
         """Bytes of one block's part."""
         return self.end - self.begin
+
+    def spans(self, source_blocks: Sequence[int], target_blocks: Sequence[int]) -> list[Span]:
+        """What copies this band of ``source_blocks[i]`` onto that of ``target_blocks[i]``, one span for each ``i``.
+
+        Raises:
+            IntegrityMismatch: the lists differ in length, or name a negative id.
+        """
+        if len(source_blocks) != len(target_blocks):
+            raise IntegrityMismatch(f"{len(source_blocks)} source blocks for {len(target_blocks)} target blocks")
+        size, begin, nbytes = self.block_bytes, self.begin, self.nbytes
+        pairs = zip(source_blocks, target_blocks, strict=True)
+        return [Span(origin * size + begin, to * size + begin, nbytes) for origin, to in pairs]
