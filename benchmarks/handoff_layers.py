@@ -1,8 +1,9 @@
 """What shipping the last chunk by layers gains: from its end to commit, and to the first token, by layers per ship.
 
 A router for each setting, a prefill worker for each, and one decode worker that they share; the settings take turns, so
-what runs beside us hits all of them alike. All figures are medians. The link may be a slower one: give the decode
-worker a network namespace and the addresses at either end of the way there.
+what runs beside us hits all of them alike. All figures are medians, and a ratio is the median of each turn's to the
+first setting. The link may be a slower one: give the decode worker a network namespace, and name the addresses at
+either end of the way there.
 Usage: ``python benchmarks/handoff_layers.py --model DIRECTORY`` (``kvferry model path smollm2-135m`` names one).
 """
 
@@ -36,6 +37,7 @@ MODEL = "measured"
 FIRST_ID, LAST_ID = 100, 40_000
 OUTPUT = 4
 READY_IN = 120.0
+TIMES = ("ttft", "prefill", "handoff")
 MIB = 1 << 20
 
 
@@ -70,7 +72,7 @@ async def worker_process(command: Sequence[str], order: dict[str, Any]) -> Async
     try:
         yield
     finally:
-        await process.communicate()
+        await process.communicate(b"")
 
 
 async def ask(service: Service, tokens: int, rng: random.Random) -> Figures:
@@ -138,11 +140,12 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             "layers_per_ship": layers,
             "transport": runs[0].transport,
             "kv_bytes": runs[0].nbytes,
-            **{
-                name: statistics.median(getattr(each, name) for each in runs) for name in ("ttft", "prefill", "handoff")
-            },
+            **{name: statistics.median(getattr(each, name) for each in runs) for name in TIMES},
+            "ttft_ratio": statistics.median(
+                each.ttft / first.ttft for each, first in zip(runs, taken[tokens, options.layers[0]], strict=True)
+            ),
         }
-        for (tokens, layers), runs in sorted(taken.items())
+        for (tokens, layers), runs in sorted(taken.items(), key=lambda item: (item[0][0], -item[0][1]))
     ]
 
 
@@ -173,10 +176,11 @@ def main() -> None:
         parser.error("--model is missing")
     rows = asyncio.run(measure(options))
     print(f"{options.transport}, chunks of {options.chunk} tokens, medians of {options.runs} in turn\n")
-    print("| tokens | layers per ship | TTFT ms | prefill ms | handoff ms | KV MiB |\n|---|---|---|---|---|---|")
+    print("| tokens | KV MiB | layers per ship | TTFT ms | prefill ms | handoff ms | TTFT ratio |\n" + "|---" * 7 + "|")
     for row in rows:
-        times = " | ".join(f"{row[name] * 1e3:.2f}" for name in ("ttft", "prefill", "handoff"))
-        print(f"| {row['tokens']} | {row['layers_per_ship'] or 'whole'} | {times} | {row['kv_bytes'] / MIB:.2f} |")
+        times = " | ".join(f"{row[name] * 1e3:.2f}" for name in TIMES)
+        setting, nbytes = row["layers_per_ship"] or "whole", row["kv_bytes"] / MIB
+        print(f"| {row['tokens']} | {nbytes:.2f} | {setting} | {times} | {row['ttft_ratio']:.2f} |")
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
 
