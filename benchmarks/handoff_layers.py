@@ -145,7 +145,9 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                 each.ttft / first.ttft for each, first in zip(runs, taken[tokens, options.layers[0]], strict=True)
             ),
         }
-        for (tokens, layers), runs in sorted(taken.items(), key=lambda item: (item[0][0], -item[0][1]))
+        for (tokens, layers), runs in sorted(
+            taken.items(), key=lambda item: (item[0][0], options.layers.index(item[0][1]))
+        )
     ]
 
 
