@@ -173,12 +173,13 @@ def test_greedy_tokens_are_those_of_generate(tied: bool, tmp_path: Path) -> None
     served = Served(tmp_path, rng, block_size=8, num_blocks=64)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in (1, 7, 8, 9, 33)]
-    tokens = served.runner.execute([served.chunk(index, prompt) for index, prompt in enumerate(prompts)])
-    texts = [[token] for token in tokens]
+    draws = served.runner.execute([served.chunk(index, prompt) for index, prompt in enumerate(prompts)])
+    texts = [[draw.token_id] for draw in draws if draw is not None]
     for _ in range(31):
-        tokens = served.runner.execute([served.chunk(index, text[-1:]) for index, text in enumerate(texts)])
-        for text, token in zip(texts, tokens, strict=True):
-            text.append(token)
+        draws = served.runner.execute([served.chunk(index, text[-1:]) for index, text in enumerate(texts)])
+        for text, draw in zip(texts, draws, strict=True):
+            assert draw is not None
+            text.append(draw.token_id)
     for prompt, text in zip(prompts, texts, strict=True):
         ids = torch.tensor([prompt])
         whole = model.generate(
