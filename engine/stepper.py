@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from engine.batch import Chunk
+from engine.batch import Chunk, Draw
 from engine.checkpoint import Progress
 from engine.config import EngineConfig
 from engine.layer_watch import LayerWatch
@@ -60,7 +60,7 @@ class Stepper:
         """Seconds that the step now running has taken; 0 between steps. A wedged engine shows here."""
         return 0.0 if self._entered is None else time.monotonic() - self._entered
 
-    async def execute(self, chunks: Sequence[Chunk], watch: LayerWatch | None = None) -> list[int | None]:
+    async def execute(self, chunks: Sequence[Chunk], watch: LayerWatch | None = None) -> list[Draw | None]:
         """One forward step of the whole batch; see :meth:`ModelRunner.execute`.
 
         Args:

@@ -16,6 +16,7 @@ from contextlib import AsyncExitStack
 
 import zmq.asyncio
 
+from engine.batch import Draw
 from engine.block_pool import BlockPool
 from engine.layer_watch import LayerWatch
 from engine.pool_watch import PoolWatch
@@ -296,7 +297,7 @@ class PrefillWorker:
                 continue
             try:
                 early = self._shipped_by_layers(step)
-                tokens = await self._execute(step, early)
+                draws = await self._execute(step, early)
             except KVFerryError as error:
                 logger.exception("a prefill step failed")
                 for prompt in self._scheduler.fail_step():
@@ -306,7 +307,7 @@ class PrefillWorker:
                         self._lease_failed(prompt.key, ErrorInfo.of(error))
                 continue
             self._prefill_tokens += sum(work.stop - work.start for work in step)
-            for progress in self._scheduler.complete_step(tokens):
+            for progress in self._scheduler.complete_step(draws):
                 self._advance(progress, told=progress.prompt.key in early)
 
     def _shipped_by_layers(self, step: Sequence[Work]) -> dict[RequestKey, tuple[int, ...]]:
@@ -316,7 +317,9 @@ class PrefillWorker:
         last = (work for work in step if work.last and work.prompt.request.handoff is not None)
         return {work.prompt.key: self._scheduler.completes(work) for work in last}
 
-    async def _execute(self, step: Sequence[Work], early: Mapping[RequestKey, tuple[int, ...]]) -> Sequence[int | None]:
+    async def _execute(
+        self, step: Sequence[Work], early: Mapping[RequestKey, tuple[int, ...]]
+    ) -> Sequence[Draw | None]:
         if not early:
             return await self._stepper.execute(chunks_of(step))
 
@@ -331,26 +334,27 @@ class PrefillWorker:
         leased = prompt.request.handoff is not None
         if leased and progress.blocks and not told:
             self._exports.computed(prompt.key, progress.blocks)
-        if progress.token_id is None:
+        if progress.draw is None:
             return
-        finish_reason = self._emit(prompt, progress.token_id)
+        finish_reason = self._emit(prompt, progress.draw)
         if leased and finish_reason is None:
-            self._exports.finished(prompt.key, progress.token_id)
+            self._exports.finished(prompt.key, progress.draw.token_id)
         elif leased:
             self._exports.cancel(prompt.key)
         self._scheduler.release(prompt)
 
-    def _emit(self, prompt: Prompt, token_id: int) -> FinishReason | None:
+    def _emit(self, prompt: Prompt, draw: Draw) -> FinishReason | None:
         request = prompt.request
         now = time.monotonic()
-        finish_reason = request.sampling.finish_reason(token_id, request.emitted + 1)
+        finish_reason = request.sampling.finish_reason(draw.token_id, request.emitted + 1)
         self._link.send(
             prompt.router,
             Tokens(
                 key=request.key,
                 start=request.emitted,
-                token_ids=(token_id,),
+                token_ids=(draw.token_id,),
                 finish_reason=finish_reason,
+                logprobs=() if draw.logprobs is None else (draw.logprobs,),
                 times=StageTimes(
                     prefill_queue=prompt.started - prompt.arrived,
                     prefill=now - prompt.started,

@@ -13,7 +13,6 @@ import torch
 
 from engine.attention.backend import AttentionPlan
 from engine.kv_cache import KVCache
-from engine.models.config import ModelConfig
 
 OnLayer = Callable[[int], None]
 """Called with the number of layers that are through."""
@@ -21,10 +20,6 @@ OnLayer = Callable[[int], None]
 
 class Model(ABC):
     """A decoder-only transformer over a paged KV cache."""
-
-    @abstractmethod
-    def __init__(self, config: ModelConfig, *, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate the weights, without values."""
 
     @abstractmethod
     def destinations(self) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from checkpoints import tiny_llama
 from oracle import Oracle
 from rack import Rack, rack, until
 
-from engine.models.llama import Layer, Llama
+from engine.models.decoder import Decoder
 from kv_transfer.instructions import Ship
 from kv_transfer.ucx import describe
 from prefill_worker.worker import PrefillWorker
@@ -54,18 +54,17 @@ class HeldLayer:
         self.go_on = threading.Event()
         self.error: RuntimeError | None = None
         model = worker._stepper.runner._model
-        assert isinstance(model, Llama)
-        self._layers, self._index, self._layer = model._layers, index, model._layers[index]
-        self._layers[index] = self._held  # type: ignore[call-overload]
+        assert isinstance(model, Decoder)
+        self._model, self._whole, self._layer = model, model._layers, model._layers[index]
+        model._layers = (*self._whole[:index], self._held, *self._whole[index + 1 :])  # type: ignore[assignment]
 
     def _held(self, *args: object) -> object:
-        self._layers[self._index] = self._layer
+        self._model._layers = self._whole
         self.reached.set()
         assert self.go_on.wait(30.0)
         if self.error is not None:
             raise self.error
         layer: Callable[..., object] = self._layer
-        assert isinstance(layer, Layer)
         return layer(*args)
 
 

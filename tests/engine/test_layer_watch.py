@@ -12,6 +12,7 @@ from checkpoints import tiny_llama
 from engine.batch import Chunk
 from engine.config import EngineConfig
 from engine.layer_watch import LayerWatch
+from engine.models.decoder import Decoder
 from engine.runner import ModelRunner
 from engine.stepper import Stepper
 from protocol.errors import EngineFailure, InvariantViolation
@@ -75,12 +76,13 @@ async def test_the_loop_hears_it_in_order_and_before_the_step_is_over(deep_llama
 
 async def test_a_step_that_fails_in_its_middle_has_told_what_it_had_done(deep_llama_dir: Path) -> None:
     stepper, heard = await Stepper.load(settings(deep_llama_dir)), list[int]()
-    layers = stepper.runner._model._layers  # type: ignore[attr-defined]
+    model = stepper.runner._model
+    assert isinstance(model, Decoder)
 
     def fails(*_: object) -> torch.Tensor:
         raise RuntimeError("out of memory")
 
-    layers[3] = fails
+    model._layers = (*model._layers[:3], fails, *model._layers[4:])  # type: ignore[assignment]
     try:
         with pytest.raises(EngineFailure, match="out of memory"):
             await stepper.execute(chunks(), LayerWatch(1, heard.append))
