@@ -140,7 +140,7 @@ class TransferSection(msgspec.Struct, frozen=True, kw_only=True):
     lease_ttl: float = 30.0
     timeout: float = 10.0
     checksum: bool = False
-    layers_per_ship: int = 0
+    layers_per_ship: int = 5
 
     def __post_init__(self) -> None:
         _check(

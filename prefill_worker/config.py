@@ -42,7 +42,7 @@ class PrefillConfig:
     transfer_timeout: float = 10.0
     transfer_checksum: bool = False
     transfer_secret: str = field(default="", repr=False)
-    layers_per_ship: int = 0
+    layers_per_ship: int = 5
     max_waiting: int = 1024
 
     def __post_init__(self) -> None:
