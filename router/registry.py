@@ -147,5 +147,5 @@ class WorkerRegistry:
         return worker if worker is not None and worker.peer == peer else None
 
     def workers(self) -> tuple[Worker, ...]:
-        """All that are known, lost ones included, by name."""
-        return tuple(self._workers[name] for name in sorted(self._workers))
+        """All that are known, lost ones included, by name. May be called in any thread: it looks but once."""
+        return tuple(worker for _, worker in sorted(self._workers.items()))
