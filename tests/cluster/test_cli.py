@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from cluster.cli import app
 from cluster.state import NodeState, ProcessMark, StateStore
 
-COMMANDS = ("up", "status", "down", "complete", "chat", "demo", "model", "bench", "version")
+COMMANDS = ("up", "status", "down", "complete", "chat", "demo", "doctor", "model", "bench", "version")
 
 
 def kvferry(*arguments: str, state: Path) -> subprocess.CompletedProcess[str]:
