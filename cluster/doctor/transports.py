@@ -20,7 +20,7 @@ from kv_transfer.transport import Landed, TransportConfig, Window, describe
 from protocol.errors import KVFerryError, TransferError
 
 BLOCK_BYTES = 1 << 20
-PATIENCE = 15.0
+PATIENCE = 30.0
 HOST = "127.0.0.1"
 SCHEMES = tuple(scheme for scheme in TRANSPORTS if scheme != AUTO)
 
@@ -69,7 +69,7 @@ def examine_transport(scheme: str, wish: Wish) -> list[Finding]:
 
 async def _one_block(scheme: str) -> float:
     """Ship a block; returns the seconds that the second one took, for the first one connects."""
-    settings = TransportConfig(timeout=5.0, streams=1, secret=secrets.token_hex(32))
+    settings = TransportConfig(timeout=10.0, streams=1, secret=secrets.token_hex(32))
     with made_pool(BLOCK_BYTES) as source, made_pool(BLOCK_BYTES) as target:
         source.view[:] = secrets.token_bytes(BLOCK_BYTES)
         receiver = bound_receiver(scheme, HOST, target.view, settings)

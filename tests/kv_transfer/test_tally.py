@@ -68,6 +68,8 @@ def test_a_lease_from_opening_to_settlement() -> None:
     book = leased(side)
     assert (side.counts.opened, side.counts.open) == (1, 1)
     (ship,) = granted(side, book)
+    side.tally.granted(KEY, 0.39)
+    side.tally.opened(KEY, 0.39)
     side.tally.shipped(KEY, "tcp", ShipReport(nbytes=6000, spans=3, seconds=0.002))
     side.took([*report(book, ship, 0.4), *book.finished(KEY, 7, 0.4)], now=0.4)
     side.took(book.settle(READER, Settle(key=KEY), 0.4075), "settled", 0.4075)
