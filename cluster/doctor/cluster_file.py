@@ -116,7 +116,9 @@ def examine_memory(wish: Wish) -> list[Finding]:
             )
             pools += layout.pool_bytes(engine.num_blocks)
     except KVFerryError as error:
-        return [Finding(check="memory", verdict=wish.unmet, said=error.message, fix="see there")]
+        return [
+            Finding(check="memory", verdict=wish.unmet, said=error.message, fix="mend the file, or the model's folder")
+        ]
     weights = wish.workers * sum(file.stat().st_size for file in model.glob("*.safetensors"))
     return [judge_memory(weights, pools, psutil.virtual_memory().available, wish)]
 

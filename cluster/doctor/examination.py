@@ -78,8 +78,13 @@ def examine(wish: Wish, done: Callable[[str], None] = lambda name: None) -> tupl
         running: dict[str, Future[list[Finding]]] = {name: pool.submit(isolated, name, wish) for name in ISOLATED}
         for name, future in running.items():
             future.add_done_callback(partial(_tell, done, name))
-        inline = {name: guarded(name, check, wish) for name, check in INLINE.items()}
-        found = inline | {name: future.result() for name, future in running.items()}
+        try:
+            inline = {name: guarded(name, check, wish) for name, check in INLINE.items()}
+            found = inline | {name: future.result() for name, future in running.items()}
+        except BaseException:
+            # Ctrl-C ends the processes that run; no further ones are to start.
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     return tuple(finding for name in ORDER for finding in found[name])
 
 

@@ -111,7 +111,14 @@ def examine_ownership(wish: Wish) -> list[Finding]:
         check_ownership()
         version = metadata(DISTRIBUTION)["Version"]
     except ConfigError as error:
-        return [Finding(check="packages", verdict="broken", said=error.message, fix="see there")]
+        return [
+            Finding(
+                check="packages",
+                verdict="broken",
+                said=error.message,
+                fix=f"give {DISTRIBUTION} an environment of its own",
+            )
+        ]
     except PackageNotFoundError:
         said = f"{DISTRIBUTION} is not installed, only on the path"
         return [Finding(check="packages", verdict="warning", said=said, fix="pip install it into this environment")]
