@@ -32,7 +32,7 @@ SCHEMES: Mapping[str, str] = MappingProxyType(
 """Module of each scheme. It is imported when first asked for, and has ``receiver`` and ``sender`` functions.
 
 The module of a scheme in SHARED has ``shared_sender`` instead of ``sender``. One whose addresses may be out of reach
-has ``why_unreachable``.
+has ``why_unreachable``, and one that can say what it finds on this machine has ``describe``.
 """
 SHARED = frozenset({"shm"})
 """Schemes whose senders share their memory, and need its descriptor."""
@@ -297,3 +297,13 @@ def why_unreachable(address: str) -> str | None:
     """
     check: Callable[[str], str | None] | None = getattr(_module(scheme_of(address)), "why_unreachable", None)
     return None if check is None else check(address)
+
+
+def describe(scheme: str) -> str:
+    """What the transport says of itself on this machine, in one line; "" where it says nothing. May take seconds.
+
+    Raises:
+        UnknownTransport: no transport has that scheme; lists the known ones.
+    """
+    tell: Callable[[], object] | None = getattr(_module(scheme), "describe", None)
+    return "" if tell is None else str(tell())
