@@ -1,0 +1,81 @@
+"""A raw connection to a receiver of any transport, as strangers and liars make them."""
+
+import asyncio
+from types import ModuleType
+
+from kv_transfer import hello
+from kv_transfer.hello import Party
+from kv_transfer.shm import endpoint
+from kv_transfer.shm import wire as shm_wire
+from kv_transfer.tcp import wire as tcp_wire
+from kv_transfer.tcp.address import parse
+from kv_transfer.transport import TransportConfig, scheme_of
+from kv_transfer.ucx import wire as ucx_wire
+
+WIRE: dict[str, ModuleType] = {"shm": shm_wire, "tcp": tcp_wire, "ucx": ucx_wire}
+NETWORKED = tuple(WIRE)
+"""Schemes whose connections begin with the hello."""
+PATIENCE = 10
+
+
+def party(scheme: str, config: TransportConfig | None = None) -> Party:
+    wire = WIRE[scheme]
+    return Party(scheme, (wire.LOWEST_VERSION, wire.HIGHEST_VERSION), config or TransportConfig())
+
+
+def hello_of(scheme: str, config: TransportConfig | None = None) -> bytes:
+    return party(scheme, config).hello()
+
+
+class Caller:
+    """One connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    @classmethod
+    async def dial(cls, address: str) -> "Caller":
+        if scheme_of(address) == "shm":
+            return cls(*await asyncio.open_unix_connection(sock=endpoint.connect(address)))
+        return cls(*await asyncio.open_connection(*parse("tcp" + address.removeprefix(scheme_of(address)))))
+
+    def say(self, words: bytes) -> None:
+        self.writer.write(words)
+
+    async def hear(self, count: int) -> bytes:
+        return await asyncio.wait_for(self.reader.readexactly(count), PATIENCE)
+
+    async def hold(self, talk: hello.Talk) -> str:
+        """One side of the hello, to its end."""
+        heard: bytes | None = None
+        while True:
+            try:
+                asked = next(talk) if heard is None else talk.send(heard)
+            except StopIteration as end:
+                return str(end.value)
+            heard = b""
+            if isinstance(asked, int):
+                heard = await self.hear(asked)
+            else:
+                self.say(asked)
+
+    async def rest(self) -> bytes:
+        """All that comes until the other end hangs up."""
+        heard = b""
+        try:
+            while piece := await asyncio.wait_for(self.reader.read(4096), PATIENCE):
+                heard += piece
+        except ConnectionResetError:
+            pass
+        self.hang_up()
+        return heard
+
+    def hang_up(self) -> None:
+        self.writer.transport.abort()
+
+
+async def called(address: str, config: TransportConfig | None = None) -> Caller:
+    """A caller that has passed the hello."""
+    caller = await Caller.dial(address)
+    await caller.hold(hello.greet(party(scheme_of(address), config)))
+    return caller
