@@ -12,7 +12,7 @@ import time
 from contextlib import ExitStack, suppress
 
 from kv_transfer import hello
-from kv_transfer.checksum import SUM_BYTES, Checksum
+from kv_transfer.checksum import Checksum
 from kv_transfer.shm import sealed, wire
 from kv_transfer.shm.copying import Copier, Run, batches
 from kv_transfer.shm.ledger import ReceiverLedger
@@ -149,14 +149,17 @@ class Service:
     def _frame(self, peer: str, copier: Copier, ledger: ReceiverLedger, pool_bytes: int) -> None:
         raw = self._read(wire.FRAME.size)
         head = wire.parse_head(raw)
-        unread = head.table_bytes + head.tail_bytes
         try:
             window = self._book.claim(head.ticket, peer, head.spans, head.blocks)
             if self._config.checksum and not head.summed:
                 raise TicketRejected("the receiver takes nothing without a checksum")
-            table = self._read(head.table_bytes)
-            wanted = bytes(self._read(SUM_BYTES)) if head.summed else None
-            unread = 0
+        except TicketRejected as refusal:
+            self._connection.sendall(wire.pack_answer(head.ship, Verdict.REFUSED, refusal.message))
+            self._skip(head.table_bytes + head.tail_bytes)
+            return
+        table = self._read(head.table_bytes)
+        wanted = bytes(self._read(head.tail_bytes))
+        try:
             runs, generations = wire.parse_tables(head, table, pool_bytes)
             if not ledger.valid(head.slot, head.ship):
                 raise TicketRejected("the ship was withdrawn")
@@ -170,7 +173,6 @@ class Service:
                 raise error
             landed = window.complete(part, time.monotonic())
         except (TicketRejected, ChannelLost, IntegrityMismatch) as refusal:
-            self._skip(unread)
             verdict = Verdict.DAMAGED if isinstance(refusal, IntegrityMismatch) else Verdict.REFUSED
             self._connection.sendall(wire.pack_answer(head.ship, verdict, refusal.message))
             return

@@ -137,6 +137,7 @@ class Serving:
                     window, part, wanted = await self._announced(head, reader)
                 except TicketRejected as refusal:
                     writer.write(wire.pack_answer(head, Verdict.REFUSED, refusal.message))
+                    await _skip(reader, head.table_bytes + head.tail_bytes)
                     ahead = asyncio.create_task(wire.read_head(reader))
                     continue
                 ahead = asyncio.create_task(wire.read_head(reader))
@@ -149,15 +150,9 @@ class Serving:
         self, head: PartHead, reader: asyncio.StreamReader
     ) -> tuple[OpenWindow, Part, tuple[Checksum, bytes] | None]:
         """The window and the part of an announcement, and how its checksum begins and what it must come to."""
-        try:
-            window = self._berth.book.claim(head.ticket, self._peer, head.spans, head.blocks)
-            if self._berth.config.checksum and not head.summed:
-                raise TicketRejected("the receiver takes nothing without a checksum")
-        except TicketRejected:
-            left = head.table_bytes + head.tail_bytes
-            while left:
-                left -= len(await reader.readexactly(min(left, SKIP_BYTES)))
-            raise
+        window = self._berth.book.claim(head.ticket, self._peer, head.spans, head.blocks)
+        if self._berth.config.checksum and not head.summed:
+            raise TicketRejected("the receiver takes nothing without a checksum")
         table = await reader.readexactly(head.table_bytes)
         wanted = await reader.readexactly(head.tail_bytes)
         return window, wire.parse_tables(head, table), (Checksum(head.raw + table), wanted) if head.summed else None
@@ -264,3 +259,8 @@ class Serving:
         except OSError:
             return True
         return True
+
+
+async def _skip(reader: asyncio.StreamReader, nbytes: int) -> None:
+    while nbytes:
+        nbytes -= len(await reader.readexactly(min(nbytes, SKIP_BYTES)))

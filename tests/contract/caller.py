@@ -1,21 +1,27 @@
 """A raw connection to a receiver of any transport, as strangers and liars make them."""
 
 import asyncio
+import os
+import socket
 from types import ModuleType
 
+from engine.shared_memory import allocate
 from kv_transfer import hello
 from kv_transfer.hello import Party
-from kv_transfer.shm import endpoint
+from kv_transfer.shm import endpoint, sealed
 from kv_transfer.shm import wire as shm_wire
+from kv_transfer.shm.ledger import SenderLedger
 from kv_transfer.tcp import wire as tcp_wire
 from kv_transfer.tcp.address import parse
 from kv_transfer.transport import TransportConfig, scheme_of
 from kv_transfer.ucx import wire as ucx_wire
+from kv_transfer.ucx.library import library
 
 WIRE: dict[str, ModuleType] = {"shm": shm_wire, "tcp": tcp_wire, "ucx": ucx_wire}
 NETWORKED = tuple(WIRE)
 """Schemes whose connections begin with the hello."""
 PATIENCE = 10
+POOL_BYTES = 4 << 12
 
 
 def party(scheme: str, config: TransportConfig | None = None) -> Party:
@@ -79,3 +85,32 @@ async def called(address: str, config: TransportConfig | None = None) -> Caller:
     caller = await Caller.dial(address)
     await caller.hold(hello.greet(party(scheme_of(address), config)))
     return caller
+
+
+async def announcing(address: str) -> Caller:
+    """A caller that may announce parts now, to a receiver without a secret."""
+    match scheme_of(address):
+        case "tcp":
+            return await called(address)
+        case "ucx":
+            caller = await called(address)
+            caller.say(
+                ucx_wire.pack_worker(ucx_wire.Worker(ucx_wire.ucx_release(library().version), b"not an address"))
+            )
+            await ucx_wire.read_worker(caller.reader)
+            return caller
+    connection = endpoint.connect(address)
+    connection.settimeout(PATIENCE)
+    connection.sendall(hello_of("shm"))
+    assert connection.recv(99) == hello_of("shm")
+    memory, pool = allocate(POOL_BYTES)
+    ledger = SenderLedger()
+    own = sealed.reopen(ledger.descriptor, writable=True)
+    socket.send_fds(connection, [shm_wire.pack_offer(POOL_BYTES)], [pool, own])
+    for descriptor in (own, pool):
+        os.close(descriptor)
+    ledger.close()
+    memory.close()
+    assert connection.recv(99) == shm_wire.pack_welcome(None)
+    connection.setblocking(False)
+    return Caller(*await asyncio.open_unix_connection(sock=connection))
