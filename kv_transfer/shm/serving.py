@@ -77,7 +77,8 @@ class Service:
             try:
                 asked = next(talk) if heard is None else talk.send(heard)
             except StopIteration as end:
-                return str(end.value)
+                met: hello.Met = end.value
+                return met.name
             self._connection.settimeout(self._left())
             if isinstance(asked, int):
                 heard = bytes(self._read(asked, hurried=True))

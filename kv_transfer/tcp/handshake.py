@@ -40,7 +40,8 @@ def admit(inbox: Inbox, config: TransportConfig) -> Generator[Step, bool, str]:
             yield _by(until, Fill(inbox, size, timeout=config.timeout))
         return bytes(inbox.take(size))
 
-    return (yield from _held(hello.admit(_party(config)), read, config))
+    met = yield from _held(hello.admit(_party(config)), read, config)
+    return met.name
 
 
 def _party(config: TransportConfig) -> hello.Party:
@@ -49,14 +50,15 @@ def _party(config: TransportConfig) -> hello.Party:
 
 def _held(
     talk: hello.Talk, read: Callable[[int, float], Generator[Step, bool, bytes]], config: TransportConfig
-) -> Generator[Step, bool, str]:
+) -> Generator[Step, bool, hello.Met]:
     until = time.monotonic() + config.timeout
     heard: bytes | None = None
     while True:
         try:
             asked = next(talk) if heard is None else talk.send(heard)
         except StopIteration as end:
-            return str(end.value)
+            met: hello.Met = end.value
+            return met
         if isinstance(asked, int):
             heard = yield from read(asked, until)
         else:

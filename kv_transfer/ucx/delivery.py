@@ -80,8 +80,7 @@ class Line:
         try:
             async with asyncio.timeout(config.timeout):
                 reader, writer = await streams(await _connected(endpoint, config))
-                await handshake.greet(reader, writer, config)
-                channel = Channel(context)
+                channel = handshake.opened(context, await handshake.greet(reader, writer, config))
                 ours = handshake.own_worker(channel, context.library.version)
                 writer.write(wire.pack_worker(ours))
                 theirs = await wire.read_worker(reader)

@@ -117,10 +117,11 @@ class Serving:
                     self._connection.close()
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Channel:
-        self._peer = await handshake.admit(reader, writer, self._berth.config)
+        met = await handshake.admit(reader, writer, self._berth.config)
+        self._peer = met.name
         theirs = await wire.read_worker(reader)
         context = self._berth.context
-        channel = self._channel = Channel(context)
+        channel = self._channel = handshake.opened(context, met)
         ours = handshake.own_worker(channel, context.library.version)
         writer.write(wire.pack_worker(ours))
         # After the answer: the peer shall learn which release there is before it is turned away.

@@ -51,14 +51,15 @@ class Caller:
     async def hear(self, count: int) -> bytes:
         return await asyncio.wait_for(self.reader.readexactly(count), PATIENCE)
 
-    async def hold(self, talk: hello.Talk) -> str:
+    async def hold(self, talk: hello.Talk) -> hello.Met:
         """One side of the hello, to its end."""
         heard: bytes | None = None
         while True:
             try:
                 asked = next(talk) if heard is None else talk.send(heard)
             except StopIteration as end:
-                return str(end.value)
+                met: hello.Met = end.value
+                return met
             heard = b""
             if isinstance(asked, int):
                 heard = await self.hear(asked)

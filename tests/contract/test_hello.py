@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kv_transfer import hello
-from kv_transfer.hello import CHALLENGE, HELLO, PROOF, WELCOME, Talk
+from kv_transfer.hello import CHALLENGE, HELLO, PROOF, WELCOME, Met, Talk
 from kv_transfer.shm import endpoint
 from kv_transfer.transport import MAX_NAME, TransportConfig
 from protocol.errors import (
@@ -224,9 +224,9 @@ async def test_a_caller_that_only_says_hello_keeps_no_one_waiting(wired, harbor,
         caller.hang_up()
 
 
-def meet(dials: Talk, listens: Talk, twist: object = None) -> list[str | KVFerryError]:
+def meet(dials: Talk, listens: Talk, twist: object = None) -> list[Met | KVFerryError | None]:
     """Let the two sides talk, each word of the first through ``twist``; how each ends."""
-    ends: list[str | KVFerryError] = ["", ""]
+    ends: list[Met | KVFerryError | None] = [None, None]
     pipes, sides = [b"", b""], [dials, listens]
     asked: list[bytes | int | None] = [next(dials), next(listens)]
     while any(each is not None for each in asked):
@@ -264,7 +264,9 @@ def test_each_learns_the_others_name_if_and_only_if_they_share_the_secret(
         hello.admit(party("tcp", TransportConfig(name=listens, secret=there))),
     )
     if here == there:
-        assert ends == [listens, dials]
+        assert [end.name for end in ends] == [listens, dials]
+        assert ends[0].key == ends[1].key
+        assert len(ends[0].key) == (32 if here else 0)
     else:
         assert [type(end) for end in ends] == [AuthenticationFailed] * 2
 
@@ -286,9 +288,17 @@ def test_not_a_bit_of_what_the_sender_says_can_be_changed(at: int, flip: int) ->
     ends = meet(hello.greet(party("tcp", config)), hello.admit(party("tcp", config)), twist)
     if at < len(said):
         # A length that was changed may leave the listener waiting, and both without an end.
-        assert ends[1] == "" or isinstance(ends[1], KVFerryError)
+        assert not isinstance(ends[1], Met)
     else:
-        assert ends == [config.name, config.name]
+        assert [end.name for end in ends] == [config.name, config.name]
+
+
+def test_two_connections_have_two_keys() -> None:
+    config = TransportConfig(secret=SECRET)
+    keys = {
+        met.key for _ in range(4) for met in meet(hello.greet(party("ucx", config)), hello.admit(party("ucx", config)))
+    }
+    assert len(keys) == 4
 
 
 def test_a_proof_of_one_transport_is_none_of_another() -> None:

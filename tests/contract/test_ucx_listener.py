@@ -6,17 +6,20 @@ import socket
 import struct
 import threading
 
+import numpy as np
 import psutil
 import pytest
-from caller import hello_of
+from caller import Caller, hello_of, party
 from ferry import GENERATION, until
 from ucx_here import need_ucx
 
+from kv_transfer import hello as greeting
 from kv_transfer.tcp.address import parse
-from kv_transfer.transport import make_receiver
+from kv_transfer.transport import TransportConfig, make_receiver
 from kv_transfer.ucx import wire
 from kv_transfer.ucx.address import as_tcp
-from kv_transfer.ucx.library import library
+from kv_transfer.ucx.channel import Channel, Stop
+from kv_transfer.ucx.library import Context, library
 from kv_transfer.ucx.wire import Worker
 from kv_transfer.windows import Part
 from protocol.errors import ChannelLost, ConfigError, MalformedFrame, VersionMismatch
@@ -147,3 +150,38 @@ def test_a_part_is_read_as_it_was_packed() -> None:
 
     assert asyncio.run(there_and_back()) == (bytes(range(16)), part)
     assert struct.calcsize("!4s16sQHHII") == wire.PART.size
+
+
+@pytest.mark.parametrize("knows_the_tag", [False, True])
+async def test_ucx_takes_bytes_from_anybody_and_the_tag_is_what_a_stranger_cannot_know(
+    harbor, knows_the_tag: bool
+) -> None:
+    config = TransportConfig(secret="the secret of this cluster")
+    there = harbor("ucx", 1, BLOCK, config)
+    ticket, part = there.open([0]), Part(1, 0, 1, [(0, BLOCK)], [(0, GENERATION)])
+    ours, theirs = (np.full(BLOCK, value, np.uint8) for value in (1, 2))
+    contexts = [Context(pool.ctypes.data, BLOCK, writable=False) for pool in (ours, theirs)]
+    caller = await Caller.dial(there.address)
+    met = await caller.hold(greeting.greet(party("ucx", config)))
+    tag = int.from_bytes(met.key[:8])
+    channel, stranger = Channel(contexts[0], tag), Channel(contexts[1], tag if knows_the_tag else 0)
+    try:
+        caller.say(wire.pack_worker(Worker(wire.ucx_release(library().version), channel.address())))
+        worker = await wire.read_worker(caller.reader)
+        channel.connect(worker.address)
+        caller.say(wire.pack_part(ticket, part))
+        assert (await wire.read_answer(caller.reader, part))[0] is wire.Verdict.GO
+        # Somebody has learned the address of the worker, which UCX connects to whoever has it.
+        stranger.connect(worker.address)
+        await stranger.move([(theirs.ctypes.data, BLOCK)], Stop(), receives=False)
+        if knows_the_tag:
+            await until(lambda: (there.pool == 2).all())
+        else:
+            await channel.move([(ours.ctypes.data, BLOCK)], Stop(), receives=False)
+            await until(lambda: there.landed)
+            assert (there.pool == 1).all()
+    finally:
+        caller.hang_up()
+        await asyncio.gather(channel.close(), stranger.close())
+        for context in contexts:
+            context.free()
