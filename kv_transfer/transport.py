@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,9 @@ from protocol.errors import ConfigError, TransferError, UnknownTransport
 
 TICKET_BYTES = 16
 MIN_SECRET = 16
+MAX_NAME = 160
+NAME = re.compile(rf"[A-Za-z0-9._@-]{{1,{MAX_NAME}}}")
+"""What a party of a KV connection is called: a worker's name and incarnation."""
 SCHEMES: Mapping[str, str] = MappingProxyType(
     {"inproc": "kv_transfer.inproc", "shm": "kv_transfer.shm", "tcp": "kv_transfer.tcp", "ucx": "kv_transfer.ucx"}
 )
@@ -47,6 +51,7 @@ class Window:
         blocks: destination block ids, each once.
         generations: of each block; a span for another generation is refused.
         block_bytes: bytes of one block; block ``b`` lies at ``b * block_bytes`` of the memory.
+        sender: name of the only one who may show the ticket; empty lets any do it who passes the hello.
 
     Raises:
         ConfigError: a value is out of bounds; names the field and the value.
@@ -56,6 +61,7 @@ class Window:
     blocks: tuple[int, ...]
     generations: tuple[int, ...]
     block_bytes: int
+    sender: str = ""
 
     def __post_init__(self) -> None:
         if len(self.ticket) != TICKET_BYTES:
@@ -119,9 +125,10 @@ class TransportConfig:
         max_connections: a receiver turns further peers away.
         buffer_bytes: socket buffer that is asked of the kernel. 0 leaves it to the kernel's tuning, which grows it to
             megabytes; a size of one's own ends the tuning and is capped by ``net.core.rmem_max``.
-        checksum: a sender adds a CRC-32 to all it sends. A receiver checks each that comes, and with this set takes
+        checksum: a sender adds a checksum to all it sends. A receiver checks each that comes, and with this set takes
             nothing without.
         secret: what both ends of a connection must know; empty lets everybody in.
+        name: of this end, told to the other and covered by the proof of the secret: a worker's name and incarnation.
 
     Raises:
         ConfigError: a value is out of bounds; names the field and the value.
@@ -133,6 +140,7 @@ class TransportConfig:
     buffer_bytes: int = 0
     checksum: bool = False
     secret: str = field(default="", repr=False)
+    name: str = ""
 
     def __post_init__(self) -> None:
         checks = (
@@ -147,6 +155,8 @@ class TransportConfig:
         if self.secret and len(self.secret) < MIN_SECRET:
             # Its value stays out of messages, and so out of logs.
             raise ConfigError(f"secret must be empty or at least {MIN_SECRET} characters", field="secret")
+        if self.name and not NAME.fullmatch(self.name):
+            raise ConfigError(f"name must be empty or match {NAME.pattern}, got {self.name!r}", field="name")
 
 
 class Receiver(ABC):
@@ -216,7 +226,7 @@ class Sender(ABC):
             generations: ``(destination block, generation)`` pairs.
 
         Raises:
-            TicketRejected: the receiver does not know the ticket, or a block or generation is not the window's;
+            TicketRejected: the receiver does not know the ticket from this sender, or the blocks are not the window's;
                 where that is known before the first byte, nothing was written.
             ChannelLost: nobody there, connection lost, no progress for ``timeout`` seconds, aborted, or closed.
             IntegrityMismatch: the spans lie outside the memory, or are not the named blocks; or the bytes that arrived
