@@ -13,7 +13,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("faults")
     group.addoption("--fault-points", type=int, default=6, help="random faults of each soak (the long version: 200)")

@@ -36,8 +36,11 @@ def serve(book: WindowBook, memory: memoryview, config: TransportConfig) -> Conv
     """
     inbox = Inbox(INBOX_BYTES)
     yield from admit(inbox, config)
-    while True:
-        yield from _frame(inbox, book, memory, config)
+    try:
+        while True:
+            yield from _frame(inbox, book, memory, config)
+    finally:
+        book.lost(inbox)
 
 
 def _write(data: bytes, timeout: float) -> Write:
@@ -59,7 +62,7 @@ def _frame(inbox: Inbox, book: WindowBook, memory: memoryview, config: Transport
         yield from _table(inbox, table)
         unread -= head.table_bytes
         part = wire.parse_tables(head, table)
-        window.admit(part, time.monotonic())
+        window.admit(part, time.monotonic(), inbox)
         views = [memory[offset : offset + nbytes] for offset, nbytes in part.targets]
         cursor = Cursor(views, zlib.crc32(table, crc) if head.summed else None)
         try:

@@ -8,7 +8,7 @@ import pytest
 for folder in ("contract", "e2e"):
     sys.path.append(str(Path(__file__).parents[1] / folder))
 
-pytest.register_assert_rewrite("crew", "survivor")
+pytest.register_assert_rewrite("crew", "survivor", "fleet")
 
 from oracle import Oracle  # noqa: E402 -- once its folder is known
 

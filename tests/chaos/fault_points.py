@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from port import POOL_BYTES
@@ -107,7 +108,7 @@ def draw_transfer(rng: random.Random, size: int, room: Sequence[int], count: int
         pairs = list(zip(rng.sample(room, count), sorted(rng.sample(room, count)), strict=True))
     chunks = min(rng.randint(1, 4), count)
     cuts = [0, *sorted(rng.sample(range(1, count), chunks - 1)), count]
-    parts = tuple(tuple(pairs[start:stop]) for start, stop in zip(cuts, cuts[1:], strict=False))
+    parts = tuple(tuple(pairs[start:stop]) for start, stop in pairwise(cuts))
     return Transfer(rng.randbytes(16).hex(), size, parts)
 
 

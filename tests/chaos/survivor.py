@@ -43,7 +43,7 @@ class Survivor:
         self._crew = crew
         self._config = TransportConfig(timeout=TIMEOUT)
         self._port = Port(scheme, self._config, pattern())
-        self._rate = {"sender": 1e9, "receiver": 1e9}
+        self._rate: dict[str, float] = {}
         self._base: dict[str, int] = {}
 
     async def prepare(self) -> None:
@@ -53,6 +53,8 @@ class Survivor:
             await self._serve_both(transfer)
         # As many at a time as there can be connections.
         await asyncio.gather(*[self._serve_both(transfer) for transfer in _apart(8)])
+        for side in ("sender", "receiver"):
+            self._rate[side] = max([await self._measure(transfer, side) for transfer in _apart(3)])
         self._base = holdings()
         self._innocent_base = await self._innocent.ask("look")
         self._victim, self._there = await self._hire()
@@ -124,6 +126,11 @@ class Survivor:
         await self._serve(transfer, ships=True)
         await self._serve(transfer, ships=False)
 
+    async def _measure(self, transfer: Transfer, victim: str) -> float:
+        began = time.monotonic()
+        await self._serve(transfer, ships=victim == "receiver")
+        return transfer.nbytes / (time.monotonic() - began)
+
     async def _serve(self, transfer: Transfer, *, ships: bool) -> None:
         """A transfer from here to the innocent peer, or from it to here: it ends well, whatever happens to others."""
         ticket, size = transfer.ticket, transfer.size
@@ -171,7 +178,7 @@ class Survivor:
     async def _until_the_moment(self, point: Point) -> None:
         nbytes = sum(transfer.nbytes for transfer in point.transfers)
         moment = time.monotonic() + point.moment * nbytes / self._rate[point.victim] + point.jitter
-        while time.monotonic() < moment:
+        while time.monotonic() < moment:  # noqa: ASYNC110 -- a moment within a transfer is shorter than a sleep
             await asyncio.sleep(0)
 
     # --- when the sender was struck --------------------------------------------------------------------------------
@@ -256,8 +263,7 @@ class Survivor:
 
     async def _abort(self, point: Point) -> None:
         aborts = [
-            asyncio.create_task(self._port.sender.abort(bytes.fromhex(transfer.ticket)))
-            for transfer in point.transfers
+            asyncio.create_task(self._port.sender.abort(bytes.fromhex(transfer.ticket))) for transfer in point.transfers
         ]
         _, late = await asyncio.wait(aborts, timeout=KNOWN)
         assert not late or self._is_held(), "an abort waits, and no copy holds it up"

@@ -1,4 +1,4 @@
-"""Either side of a transfer killed or stopped at a random point of it: the other side knows, goes on, and leaks nothing.
+"""Either side of a transfer killed or stopped at a random point of it: the other knows, goes on, and leaks nothing.
 
 ``pytest tests/chaos/test_transfer_soak.py --fault-points 200 -s`` is the long version.
 """
@@ -44,4 +44,6 @@ async def test_a_peer_that_is_killed_or_stopped_anywhere(
     print(f"\n{scheme}: {fault_points} points, struck {dict(survivor.struck)}, held {survivor.held}")
     for what, seconds in sorted(survivor.known.items()):
         ordered = sorted(seconds)
-        print(f"  {what}: {len(ordered)}, p50 {ordered[len(ordered) // 2] * 1e3:.1f} ms, max {ordered[-1] * 1e3:.1f} ms")
+        print(
+            f"  {what}: {len(ordered)}, p50 {ordered[len(ordered) // 2] * 1e3:.1f} ms, max {ordered[-1] * 1e3:.1f} ms"
+        )
