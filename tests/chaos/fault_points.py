@@ -56,6 +56,7 @@ class Point:
     Attributes:
         victim: which side of the transfers it strikes.
         fault: ``kill -9`` or SIGSTOP.
+        warm: whether the two have spoken before, so that nothing is lost in connecting.
         transfers: under way with the victim.
         moment: when it strikes, as a share of the time that the transfers take.
         jitter: seconds on top of that.
@@ -65,6 +66,7 @@ class Point:
 
     victim: Side
     fault: Fault
+    warm: bool
     transfers: tuple[Transfer, ...]
     moment: float
     jitter: float
@@ -90,6 +92,7 @@ def draw_point(seed: int, scheme: str, number: int) -> Point:
     return Point(
         victim=side,
         fault=fault,
+        warm=rng.random() < 0.7,
         transfers=tuple(transfers),
         moment=rng.uniform(-0.05, 1.1),
         jitter=rng.uniform(0.0, 0.003),

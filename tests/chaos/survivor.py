@@ -44,11 +44,12 @@ class Survivor:
         self._config = TransportConfig(timeout=TIMEOUT)
         self._port = Port(scheme, self._config, pattern())
         self._rate: dict[str, float] = {}
+        self._harbours: dict[int, str] = {}
         self._base: dict[str, int] = {}
 
     async def prepare(self) -> None:
         """Hire the peers, meet them, and note what this process holds when one of them is there."""
-        self._innocent, self._harbour = await self._hire()
+        self._innocent = await self._hire()
         for transfer in _first(40, innocent_transfers(1, 64 << 10)):
             await self._serve_both(transfer)
         # As many at a time as there can be connections.
@@ -57,7 +58,7 @@ class Survivor:
             self._rate[side] = max([await self._measure(transfer, side) for transfer in _apart(3)])
         self._base = holdings()
         self._innocent_base = await self._innocent.ask("look")
-        self._victim, self._there = await self._hire()
+        self._victim = await self._hire()
 
     async def finish(self) -> None:
         """Part from the peers; whatever a process holds now it would hold for ever."""
@@ -79,6 +80,9 @@ class Survivor:
     async def strike(self, point: Point) -> None:
         """Let the fault of ``point`` happen, and check everything that must hold after it."""
         async with self._serving(point):
+            if point.warm:
+                for transfer in _apart(2):
+                    await self._serve(self._victim, transfer, ships=point.victim == "receiver")
             begin = self._ship_there if point.victim == "receiver" else self._ship_here
             ships = await begin(point)
             await self._until_the_moment(point)
@@ -92,16 +96,17 @@ class Survivor:
         if point.fault == "kill":
             await self._victim.end()
             await self._at_baseline(after="a kill")
-            self._victim, self._there = await self._hire()
+            self._victim = await self._hire()
         else:
             look = await self._victim.ask("look")
             assert (look["windows"], look["ships"]) == (0, 0), "the resumed peer is not idle"
         assert not self._port.open_windows()
         assert not self._port.open_ships()
 
-    async def _hire(self) -> tuple[Hand, str]:
+    async def _hire(self) -> Hand:
         hand = await self._crew.hire(scheme=self._scheme, timeout=10.0)
-        return hand, str((await hand.answer("address", "me"))["address"])
+        self._harbours[hand.pid] = str((await hand.answer("address", "me"))["address"])
+        return hand
 
     # --- an innocent peer, served all the time ---------------------------------------------------------------------
 
@@ -111,7 +116,7 @@ class Survivor:
 
         async def serve() -> None:
             for transfer in innocent_transfers(secrets.randbits(32), point.transfers[0].size):
-                await self._serve(transfer, ships=point.victim == "receiver")
+                await self._serve(self._innocent, transfer, ships=point.victim == "receiver")
                 if over.is_set():
                     return
 
@@ -123,27 +128,27 @@ class Survivor:
             await serving
 
     async def _serve_both(self, transfer: Transfer) -> None:
-        await self._serve(transfer, ships=True)
-        await self._serve(transfer, ships=False)
+        await self._serve(self._innocent, transfer, ships=True)
+        await self._serve(self._innocent, transfer, ships=False)
 
     async def _measure(self, transfer: Transfer, victim: str) -> float:
         began = time.monotonic()
-        await self._serve(transfer, ships=victim == "receiver")
+        await self._serve(self._innocent, transfer, ships=victim == "receiver")
         return transfer.nbytes / (time.monotonic() - began)
 
-    async def _serve(self, transfer: Transfer, *, ships: bool) -> None:
-        """A transfer from here to the innocent peer, or from it to here: it ends well, whatever happens to others."""
+    async def _serve(self, hand: Hand, transfer: Transfer, *, ships: bool) -> None:
+        """A transfer from here to a peer, or from it to here, that ends well, whatever happens to others."""
         ticket, size = transfer.ticket, transfer.size
         if ships:
-            await self._innocent.ask("open", ticket=ticket, size=size, blocks=transfer.targets)
-            code = await self._port.ship(self._harbour, ticket, size, transfer.chunks)
+            await hand.ask("open", ticket=ticket, size=size, blocks=transfer.targets)
+            code = await self._port.ship(self._harbours[hand.pid], ticket, size, transfer.chunks)
             assert code == "shipped"
-            end = await self._innocent.ask("close", ticket=ticket, size=size, pairs=transfer.pairs, whole=True)
+            end = await hand.ask("close", ticket=ticket, size=size, pairs=transfer.pairs, whole=True)
             assert end == {"landed": len(transfer.pairs), "right": True}
         else:
             self._port.open(ticket, transfer.targets, size)
-            self._tell_to_ship(self._innocent, transfer)
-            code = str((await self._innocent.answer("ship", ticket))["code"])
+            self._tell_to_ship(hand, transfer)
+            code = str((await hand.answer("ship", ticket))["code"])
             assert code == "shipped"
             await until(lambda: len(self._port.landed[ticket]) == len(transfer.pairs), "the landing")
             await self._port.close(ticket)
@@ -156,7 +161,7 @@ class Survivor:
         for transfer in point.transfers:
             await self._victim.ask("open", ticket=transfer.ticket, size=transfer.size, blocks=transfer.targets)
         return [
-            asyncio.create_task(self._port.ship(self._there, each.ticket, each.size, each.chunks))
+            asyncio.create_task(self._port.ship(self._harbours[self._victim.pid], each.ticket, each.size, each.chunks))
             for each in point.transfers
         ]
 
