@@ -10,8 +10,6 @@ for folder in ("contract", "e2e"):
 
 pytest.register_assert_rewrite("crew", "survivor", "fleet")
 
-from oracle import Oracle  # noqa: E402 -- once its folder is known
-
 
 @pytest.fixture
 def fault_seed(request: pytest.FixtureRequest) -> int:
@@ -21,8 +19,3 @@ def fault_seed(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def fault_points(request: pytest.FixtureRequest) -> int:
     return int(request.config.getoption("fault_points"))
-
-
-@pytest.fixture(scope="session")
-def tiny_oracle(tiny_llama_dir: Path) -> Oracle:
-    return Oracle(tiny_llama_dir)

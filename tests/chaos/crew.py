@@ -115,16 +115,18 @@ class Crew:
 
 
 @asynccontextmanager
-async def crew(module: str, folder: Path, **environment: str) -> AsyncIterator[Crew]:
+async def crew(module: str, folder: Path) -> AsyncIterator[Crew]:
     """A crew whose hands live as ``module`` says; at the end not one of them is left."""
     script = Path(__file__).with_name("nursery.py")
-    nursery = await asyncio.create_subprocess_exec(
-        sys.executable, str(script), module, stdin=asyncio.subprocess.PIPE, env={**os.environ, **environment}
-    )
+    pipe = asyncio.subprocess.PIPE
+    nursery = await asyncio.create_subprocess_exec(sys.executable, str(script), module, stdin=pipe, stdout=pipe)
     home = str(folder / "crew")
     made = Crew(nursery, home)
     server = await asyncio.start_unix_server(made.meet, home, limit=LINE_BYTES)
     try:
+        assert nursery.stdout is not None
+        # Its imports take a while on a busy machine.
+        assert await asyncio.wait_for(nursery.stdout.readline(), 4 * PATIENCE) == b"ready\n"
         yield made
     finally:
         for hand in made.hands:

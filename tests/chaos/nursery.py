@@ -35,6 +35,8 @@ def main() -> None:
     # Nobody waits for a child, so none stays behind as a zombie.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     libc = ctypes.CDLL(None)
+    print("ready", flush=True)
+    os.dup2(2, 1)
     for line in sys.stdin:
         if os.fork():
             continue

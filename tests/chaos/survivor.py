@@ -18,7 +18,7 @@ from port import Port, holdings, pattern
 from kv_transfer.shm.ledger import SLOTS, _lock
 from kv_transfer.transport import TransportConfig
 
-TIMEOUT = 1.5
+TIMEOUT = 3.0
 """The survivor's time limit for a peer that does not move."""
 KNOWN = 1.0
 """Seconds in which a kill is known, a window closed and a ship aborted."""
