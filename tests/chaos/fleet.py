@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from crew import Crew, Hand, until
+from crew import Crew, Hand, allowed, until
 
 from protocol.sampling import SamplingParams
 from router.config import RouterConfig
@@ -23,7 +23,7 @@ LEASE = 2.0
 LOST = 1.2
 """Seconds without a heartbeat after which a worker is lost."""
 SLACK = 2.0
-"""What a busy machine may take on top of a time limit."""
+"""What may come on top of a time limit, on an idle machine."""
 NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 MODEL = "tiny"
 
@@ -98,7 +98,7 @@ class Fleet:
     async def _answer(self, request: Request) -> None:
         sampling = SamplingParams(temperature=0.0, max_tokens=len(request.truth))
         seen: list[int] = []
-        stream = self._service.generate(Generation(request.prompt, sampling, cache_salt=request.salt, timeout=30.0))
+        stream = self._service.generate(Generation(request.prompt, sampling, cache_salt=request.salt, timeout=120.0))
         async for output in stream:
             seen += output.token_ids
             assert tuple(seen) == request.truth[: len(seen)]
@@ -141,7 +141,7 @@ class Fleet:
 
     async def _settle(self, names: Sequence[str], since: float, *, may_hold: bool) -> bool:
         """Wait for the baseline of these workers; whether one had to keep blocks that a stopped reader may read."""
-        limit = since + LOST + LEASE + SLACK
+        limit = since + LOST + LEASE + allowed(SLACK)
         while True:
             looks = {name: await self._hands[name].ask("look") for name in names}
             busy = {name: look for name, look in looks.items() if look["unsettled"] or look["open"]}

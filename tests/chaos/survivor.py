@@ -11,19 +11,19 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
-from crew import Crew, Hand, until
+from crew import Crew, Hand, allowed, until
 from fault_points import Point, Transfer, innocent_transfers
 from port import Port, holdings, pattern
 
 from kv_transfer.shm.ledger import SLOTS, _lock
 from kv_transfer.transport import TransportConfig
 
-TIMEOUT = 3.0
-"""The survivor's time limit for a peer that does not move."""
+TIMEOUT, LONGEST_TIMEOUT = 1.5, 6.0
+"""The survivor's time limit for a peer that does not move: on an idle machine, and at most."""
 KNOWN = 1.0
-"""Seconds in which a kill is known, a window closed and a ship aborted."""
+"""Seconds in which a kill is known, a window closed and a ship aborted, on an idle machine."""
 SLACK = 1.0
-"""What a busy machine may take on top of the time limit."""
+"""What may come on top of the time limit."""
 
 
 class Survivor:
@@ -41,7 +41,8 @@ class Survivor:
         self.held = 0
         self._scheme = scheme
         self._crew = crew
-        self._config = TransportConfig(timeout=TIMEOUT)
+        self._timeout = min(allowed(TIMEOUT), LONGEST_TIMEOUT)
+        self._config = TransportConfig(timeout=self._timeout)
         self._port = Port(scheme, self._config, pattern())
         self._rate: dict[str, float] = {}
         self._harbours: dict[int, str] = {}
@@ -195,7 +196,7 @@ class Survivor:
             begun = not port.untouched(transfer.targets, transfer.size)
             self.struck["over" if whole else "under way" if begun else "not begun"] += 1
         if point.fault == "kill":
-            await until(lambda: all(map(self._is_known, point.transfers)), "the end of each window", KNOWN)
+            await until(lambda: all(map(self._is_known, point.transfers)), "the end of each window", allowed(KNOWN))
             await self._lost_its_connections()
             assert all(map(self._is_known, point.transfers)), "a window that nobody fills was not reported"
             self._note(point, struck)
@@ -203,7 +204,7 @@ class Survivor:
             await asyncio.sleep(point.pause)
         for transfer in point.transfers:
             began = time.monotonic()
-            await asyncio.wait_for(port.close(transfer.ticket), KNOWN)
+            await asyncio.wait_for(port.close(transfer.ticket), allowed(KNOWN))
             if point.fault == "stop":
                 self.known.setdefault("sender stop, window closed", []).append(time.monotonic() - began)
             landed = port.landed[transfer.ticket]
@@ -238,7 +239,7 @@ class Survivor:
             await asyncio.sleep(point.pause)
             struck = time.monotonic()
             await self._abort(point)
-        limit = KNOWN if killed else TIMEOUT * 1.25 + SLACK if point.patient else KNOWN
+        limit = self._timeout * 1.25 + allowed(SLACK) if point.patient and not killed else allowed(KNOWN)
         _, late = await asyncio.wait(ships, timeout=limit)
         if late:
             assert not killed, f"{len(late)} ships go on {limit} s after the kill"
@@ -251,7 +252,7 @@ class Survivor:
                 self._port.spoil(transfer.sources, transfer.size)
         if not killed:
             self._victim.signal(signal.SIGCONT)
-            await asyncio.wait_for(asyncio.gather(*ships), KNOWN)
+            await asyncio.wait_for(asyncio.gather(*ships), allowed(KNOWN))
         codes = [ship.result() for ship in ships]
         assert set(codes) <= {"shipped", "channel_lost"}, codes
         for transfer, code in zip(point.transfers, codes, strict=True):
@@ -270,7 +271,7 @@ class Survivor:
         aborts = [
             asyncio.create_task(self._port.sender.abort(bytes.fromhex(transfer.ticket))) for transfer in point.transfers
         ]
-        _, late = await asyncio.wait(aborts, timeout=KNOWN)
+        _, late = await asyncio.wait(aborts, timeout=allowed(KNOWN))
         assert not late or self._is_held(), "an abort waits, and no copy holds it up"
 
     def _is_held(self) -> bool:
@@ -291,7 +292,7 @@ class Survivor:
         self.known.setdefault(f"{point.victim} {point.fault}{how}", []).append(time.monotonic() - struck)
 
     async def _lost_its_connections(self) -> None:
-        await until(lambda: not self._excess(), "the end of the victim's connections", KNOWN)
+        await until(lambda: not self._excess(), "the end of the victim's connections", allowed(KNOWN))
 
     def _excess(self) -> dict[str, tuple[int, int]]:
         now = holdings()
@@ -299,7 +300,7 @@ class Survivor:
 
     async def _at_baseline(self, after: str) -> None:
         try:
-            await until(lambda: not self._excess(), f"the baseline after {after}", 5.0)
+            await until(lambda: not self._excess(), f"the baseline after {after}", allowed(5.0))
         except AssertionError as error:
             raise AssertionError(f"{error}: {self._excess()}") from error
 
