@@ -119,35 +119,6 @@ async def test_sixteen_streams_at_once(
     assert answers == [decoded(model, truth) for _, truth in chosen]
 
 
-async def test_live_requests_with_one_client_request_id(
-    running: Running, model: Path, prompts: list[tuple[list[int], list[int]]]
-) -> None:
-    async def ask(prompt: list[int]) -> httpx.Response:
-        body = {"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
-        headers = {"x-request-id": "the same for all"}
-        async with httpx.AsyncClient(trust_env=False, timeout=120.0) as client:
-            return await client.post(f"{running.url}/v1/completions", json=body, headers=headers)
-
-    chosen = prompts[3:7]
-    answers = await asyncio.gather(*(ask(prompt) for prompt, _ in chosen))
-    assert [answer.json()["choices"][0]["text"] for answer in answers] == [decoded(model, truth) for _, truth in chosen]
-    # The cluster goes by ids of its own.
-    assert len({answer.headers["x-request-id"] for answer in answers}) == len(chosen)
-    assert {answer.headers["x-client-request-id"] for answer in answers} == {"the same for all"}
-
-
-async def test_three_continuations_of_one_prompt(
-    running: Running, model: Path, prompts: list[tuple[list[int], list[int]]]
-) -> None:
-    prompt, truth = prompts[8]
-    body = {"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, "n": 3}
-    async with httpx.AsyncClient(trust_env=False, timeout=120.0) as client:
-        answer = (await client.post(f"{running.url}/v1/completions", json=body)).json()
-    assert [choice["text"] for choice in answer["choices"]] == [decoded(model, truth)] * 3
-    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (len(prompt), 3 * TOKENS)
-    # Their blocks are given back after the last: the fixture waits for the baseline.
-
-
 def test_the_openai_package_works_unmodified(running: Running) -> None:
     with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none") as client:
         assert [served.id for served in client.models.list()] == [MODEL]
