@@ -92,12 +92,12 @@ def draw_point(seed: int, scheme: str, number: int) -> Point:
     return Point(
         victim=side,
         fault=fault,
-        warm=rng.random() < 0.7,
         transfers=tuple(transfers),
         moment=rng.uniform(-0.05, 1.1),
         jitter=rng.uniform(0.0, 0.003),
         patient=rng.random() < 0.5,
         pause=rng.uniform(0.0, 0.2),
+        warm=rng.random() < 0.7,
     )
 
 
