@@ -184,7 +184,7 @@ class Receiver(ABC):
             window: what may be written.
             on_landed: called once per ship that arrived whole.
             on_broken: called with the ticket and the error when a ship was cut off in the middle of its bytes. One that
-                was stopped before its first byte, or between two parts, is not known here: an import needs its expiry.
+                was stopped before its first byte is not known here: an import needs its expiry.
 
         Raises:
             ConfigError: a block lies outside the memory.

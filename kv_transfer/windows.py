@@ -3,6 +3,9 @@
 Life cycle of a window: open (admits parts of ships) -> shut (admits nothing, reports nothing) -> forgotten. Life cycle
 of a part: admitted -> completed | abandoned. A ship travels as one or several parts and lands with the last of them.
 I/O threads admit and complete; the event loop opens and shuts.
+
+Between two parts of a ship nobody reads for it, so its sender's death shows in no part: a ship is given up when every
+connection that brought a part of it has ended, and no other part comes for a moment on a new one.
 """
 
 from __future__ import annotations
@@ -14,10 +17,12 @@ from threading import Lock
 
 from kv_transfer.gate import Gate, hand_back
 from kv_transfer.transport import Landed, OnBroken, OnLanded, Window
-from protocol.errors import ConfigError, InvariantViolation, TicketRejected, TransferError
+from protocol.errors import ChannelLost, ConfigError, InvariantViolation, TicketRejected, TransferError
 
 Target = tuple[int, int]
 """``(offset, nbytes)`` in the receiver's memory."""
+GRACE = 0.5
+"""Seconds that a ship without a connection has to go on: its sender may have lost one for the sake of another ship."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,7 @@ class Part:
 
 
 class _Progress:
-    __slots__ = ("blocks", "broken", "count", "landed", "seen", "started")
+    __slots__ = ("blocks", "broken", "carriers", "count", "landed", "seen", "started")
 
     def __init__(self, count: int, started: float) -> None:
         self.count = count
@@ -48,6 +53,7 @@ class _Progress:
         self.landed = 0
         self.broken = False
         self.blocks: list[int] = []
+        self.carriers: set[object] = set()
 
 
 class OpenWindow:
@@ -64,8 +70,13 @@ class OpenWindow:
         self._taken: set[int] = set()
         self._ships: dict[int, _Progress] = {}
 
-    def admit(self, part: Part, now: float) -> None:
+    def admit(self, part: Part, now: float, carrier: object = None) -> None:
         """Take note of a part whose bytes are about to be written.
+
+        Args:
+            part: as announced.
+            now: monotonic seconds.
+            carrier: stands for the connection that it comes by; :meth:`lost` ends it.
 
         Raises:
             TicketRejected: a block is not the window's, is of another generation, or has been written; or the targets
@@ -82,6 +93,7 @@ class OpenWindow:
             if progress.broken or progress.count != part.count or part.index in progress.seen:
                 raise TicketRejected(f"part {part.index} of {part.count} does not fit the ship it names")
             progress.seen.add(part.index)
+            progress.carriers.add(carrier)
             self._ships[part.ship] = progress
             self._taken.update(blocks)
 
@@ -104,6 +116,23 @@ class OpenWindow:
             del self._ships[part.ship]
         nbytes = len(progress.blocks) * self.window.block_bytes
         return Landed(self.window.ticket, tuple(progress.blocks), nbytes, now - progress.started)
+
+    def lost(self, carrier: object) -> None:
+        """A connection has ended; a ship that none is left of is given up if it does not go on."""
+        with self._lock:
+            for number, progress in self._ships.items():
+                if carrier in progress.carriers:
+                    progress.carriers.discard(carrier)
+                    if not progress.carriers and not progress.broken:
+                        hand_back(self._loop, self._loop.call_later, GRACE, self._give_up, number)
+
+    def _give_up(self, number: int) -> None:
+        with self._lock:
+            progress = self._ships.get(number)
+            if progress is None or progress.carriers or progress.broken:
+                return
+            progress.broken = True
+        self._report_broken(ChannelLost("the sender's connections have ended between two parts of a ship"))
 
     def report(self, landed: Landed) -> None:
         """Have ``on_landed`` called on the window's loop, unless the window is shut by then."""
@@ -219,6 +248,11 @@ class WindowBook:
     def tickets(self) -> tuple[bytes, ...]:
         """Tickets of every window that is not yet forgotten."""
         return tuple(self._windows)
+
+    def lost(self, carrier: object) -> None:
+        """A connection has ended; see :meth:`OpenWindow.lost`. From any thread."""
+        for window in tuple(self._windows.values()):
+            window.lost(carrier)
 
     async def close(self, ticket: bytes) -> None:
         """Shut the ticket's window and forget it once nobody writes in it; an unknown ticket is fine."""
