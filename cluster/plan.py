@@ -119,7 +119,11 @@ def prefill_config(order: ActorOrder, model: Path, host: str) -> PrefillConfig:
     from prefill_worker.config import PrefillConfig
 
     transfer = order.config.transfer
-    given = _worker(order, model, host) | {"transport": transfer.transport, "streams": transfer.streams}
+    given = _worker(order, model, host) | {
+        "transport": transfer.transport,
+        "streams": transfer.streams,
+        "layers_per_ship": transfer.layers_per_ship,
+    }
     with _at("prefill"):
         return PrefillConfig(**_with_limits("prefill.limits", PrefillConfig, given, order.config.prefill.limits))
 

@@ -8,7 +8,8 @@ Until ``close_window`` has returned the transport may write the window's blocks;
 changes under that ticket, whatever a slow, stopped or killed peer does later.
 
 Life cycle of a ship, on the prefill side: the source bytes must not change from the call of ``ship`` until it returns
-or raises. Every block of a window is written at most once, by one ship.
+or raises. Every byte of a window is written at most once, by one ship. A ship writes its blocks whole, or the same band
+of each; a block has landed when all of it has.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType, ModuleType
 
+from kv_transfer.band import Band
 from kv_transfer.span import Span
 from protocol.errors import ConfigError, TransferError, UnknownTransport
 
@@ -81,7 +83,7 @@ class Landed:
 
     Attributes:
         ticket: of its window.
-        blocks: destination block ids that it wrote, each of them wholly.
+        blocks: destination block ids that are whole with it: those it wrote, unless bands of them are still to come.
         nbytes: written.
         seconds: from its first header to its last byte, on the receiver's clock.
     """
@@ -212,7 +214,13 @@ class Sender(ABC):
 
     @abstractmethod
     async def ship(
-        self, address: str, ticket: bytes, spans: Sequence[Span], generations: Sequence[tuple[int, int]]
+        self,
+        address: str,
+        ticket: bytes,
+        spans: Sequence[Span],
+        generations: Sequence[tuple[int, int]],
+        *,
+        band: Band | None = None,
     ) -> ShipReport:
         """Write spans of the memory into a window of the receiver at ``address``.
 
@@ -222,8 +230,9 @@ class Sender(ABC):
         Args:
             address: of the receiver.
             ticket: of the window.
-            spans: together exactly the whole blocks that ``generations`` names.
+            spans: together exactly the whole blocks that ``generations`` names, or one span for the band of each.
             generations: ``(destination block, generation)`` pairs.
+            band: of each of the blocks that is written; None for all of it.
 
         Raises:
             TicketRejected: the receiver does not know the ticket from this sender, or the blocks are not the window's;

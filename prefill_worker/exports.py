@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 
 from engine.block_pool import BlockPool, HolderKind, Owner
+from kv_transfer.band import Band
 from kv_transfer.choice import Chooser
 from kv_transfer.instructions import (
     Failed,
@@ -24,6 +25,7 @@ from kv_transfer.instructions import (
     StopShips,
 )
 from kv_transfer.lease import LeaseBook
+from kv_transfer.lease_state import Layers
 from kv_transfer.plan import plan
 from kv_transfer.tally import Tally
 from kv_transfer.transport import SHARED, Sender, TransportConfig, make_sender, scheme_of
@@ -124,6 +126,11 @@ class Exports:
         """The next logical blocks are complete."""
         self._carry_out(self.book.computed(key, blocks, time.monotonic()))
 
+    def layers_computed(self, key: RequestKey, blocks: Sequence[int], done: int) -> None:
+        """The first ``done`` layers of the next logical blocks are computed; with all of them these are complete."""
+        layers = Layers(done, self._layout) if done < self._layout.num_layers else None
+        self._carry_out(self.book.computed(key, blocks, time.monotonic(), layers=layers))
+
     def finished(self, key: RequestKey, next_token: int) -> None:
         """The whole prompt is computed and its first token drawn."""
         self._carry_out(self.book.finished(key, next_token, time.monotonic()))
@@ -217,13 +224,18 @@ class Exports:
     async def _ship(self, order: Ship) -> None:
         address = ""
         try:
-            spans = plan(self._layout, order.source_blocks, order.layout, order.target_blocks)
+            if order.layers is None:
+                band, spans = None, plan(self._layout, order.source_blocks, order.layout, order.target_blocks)
+            else:
+                band = Band.of_layers(self._layout, order.layers)
+                spans = band.spans(order.source_blocks, order.target_blocks)
             address = self.chooser.choose(order.addresses)
             report = await self._sender(address).ship(
                 address,
                 order.ticket,
                 spans,
                 tuple(zip(order.target_blocks, order.generations, strict=True)),
+                band=band,
             )
         except Exception as error:
             # Whatever went wrong, the book must hear of it: without a report the blocks would drain for ever.
@@ -235,7 +247,7 @@ class Exports:
             self.tally.ship_broke(order.key, address.partition("://")[0], cause.code)
             self._carry_out(self.book.ship_failed(order.key, order.ship_id, cause, time.monotonic()))
             return
-        self.kv_blocks += len(order.source_blocks)
+        self.kv_blocks += order.finishes
         self.kv_bytes += report.nbytes
         self.kv_seconds += report.seconds
         self.tally.shipped(order.key, scheme_of(address), report)
@@ -244,7 +256,7 @@ class Exports:
                 order.key,
                 order.ship_id,
                 nbytes=report.nbytes,
-                blocks=len(order.source_blocks),
+                blocks=order.finishes,
                 seconds=report.seconds,
                 now=time.monotonic(),
                 transport=scheme_of(address),

@@ -91,6 +91,7 @@ async def rack(
     decode_engine: dict[str, object] | None = None,
     router: dict[str, object] | None = None,
     transfer: dict[str, object] | None = None,
+    prefill_transfer: dict[str, object] | None = None,
     decode_transfer: dict[str, object] | None = None,
     ship_by: str = "auto",
     listen_by: str = "auto",
@@ -117,7 +118,7 @@ async def rack(
                 engine=EngineConfig(model=str(model), **settings),  # type: ignore[arg-type]
                 routers=routers,
                 transport=ship_by,
-                **(transfer or {}),  # type: ignore[arg-type]
+                **{**(transfer or {}), **(prefill_transfer or {})},  # type: ignore[arg-type]
             )
         )
         for index in range(prefill)
