@@ -13,7 +13,8 @@ from cluster.model_store import KNOWN_MODELS, model_directory, model_is_ready, r
 from cluster.plan import decode_config, planned_orders, prefill_config
 from cluster.port import bound_port
 from cluster.state import StateStore
-from protocol.errors import CheckpointUnavailable, KVFerryError, StartFailed
+from protocol.errors import CheckpointUnavailable, ConfigError, KVFerryError, StartFailed
+from router.front.keys import read_keys
 
 GIB = 1 << 30
 ROOM_TO_FETCH = 1 << 30
@@ -83,6 +84,20 @@ def examine_ports(wish: Wish) -> list[Finding]:
             fault = error.message.removeprefix(f"{field}: ")
         found.append(judge_port(field, port, fault, _holder(port) if fault else "", wish))
     return found or [Finding(check="router.port", verdict="ok", said="free ones are taken when the cluster comes up")]
+
+
+def examine_keys(wish: Wish) -> list[Finding]:
+    """Whether the file of the API keys can be read."""
+    file = wish.config.router.api_keys
+    if not file:
+        return []
+    try:
+        count = len(read_keys(file))
+    except ConfigError as error:
+        return [
+            Finding(check="router.api_keys", verdict=wish.unmet, said=error.message, fix="see `kvferry key --help`")
+        ]
+    return [Finding(check="router.api_keys", verdict="ok", said=f"{count} in {file}")]
 
 
 def examine_memory(wish: Wish) -> list[Finding]:

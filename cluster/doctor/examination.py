@@ -19,7 +19,7 @@ from types import MappingProxyType
 import msgspec
 import psutil
 
-from cluster.doctor.cluster_file import examine_memory, examine_model, examine_ports
+from cluster.doctor.cluster_file import examine_keys, examine_memory, examine_model, examine_ports
 from cluster.doctor.finding import Finding
 from cluster.doctor.host import (
     examine_clock,
@@ -51,6 +51,7 @@ INLINE: Mapping[str, Check] = MappingProxyType(
         "clock": examine_clock,
         "rdma": examine_rdma,
         "ports": examine_ports,
+        "keys": examine_keys,
         "model": examine_model,
     }
 )
@@ -68,7 +69,7 @@ ISOLATED: Mapping[str, Check] = MappingProxyType(
 """Checks that load libraries of others."""
 ORDER = (
     *("python", "packages", "dependencies", "torch", "triton", "ray", "cpu kernels"),
-    *("limits", "shared memory", "clock", "rdma", *SCHEMES, "ports", "model", "memory"),
+    *("limits", "shared memory", "clock", "rdma", *SCHEMES, "ports", "keys", "model", "memory"),
 )
 
 

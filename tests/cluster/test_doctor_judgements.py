@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from cluster.config import ClusterConfig, EngineSection, RaySection, RoleSection, RouterSection, TransferSection
-from cluster.doctor.cluster_file import judge_memory, judge_port
+from cluster.doctor.cluster_file import examine_keys, judge_memory, judge_port
 from cluster.doctor.command import line, table
 from cluster.doctor.finding import Finding, diagnosis
 from cluster.doctor.host import judge_clock, judge_files, judge_locked, judge_python, judge_shared_memory
@@ -138,6 +138,18 @@ def test_rdma_devices_as_the_kernel_shows_them(infiniband: Path) -> None:
     (infiniband / "rxe0" / "ports" / "1" / "link_layer").unlink()
     assert devices(infiniband)[1].link == "unknown"
     assert devices(infiniband / "missing") == []
+
+
+def test_the_file_of_the_api_keys(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    assert examine_keys(WISH) == []
+    named = wish(router=RouterSection(api_keys=str(file)))
+    (missing,) = examine_keys(named)
+    assert (missing.check, missing.verdict) == ("router.api_keys", "broken")
+    assert str(file) in missing.said
+    file.write_text(f"keys:\n- {{name: me, sha256: {'a' * 64}}}\n")
+    (there,) = examine_keys(named)
+    assert (there.verdict, there.said) == ("ok", f"1 in {file}")
 
 
 def test_a_finding_is_one_line_whatever_a_library_says() -> None:
