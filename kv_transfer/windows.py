@@ -4,6 +4,9 @@ Life cycle of a window: open (admits parts of ships) -> shut (admits nothing, re
 of a part: admitted -> completed | abandoned. A ship travels as one or several parts and lands with the last of them.
 A block that ships write band by band lands with the last of these. I/O threads admit and complete; the event loop opens
 and shuts, and is where landed bands are added up: what is reported there comes in one order.
+
+Between two parts of a ship nobody reads for it, so its sender's death shows in no part: a ship is given up when every
+connection that brought a part of it has ended, and no other part comes for a moment on a new one.
 """
 
 from __future__ import annotations
@@ -15,10 +18,12 @@ from threading import Lock
 
 from kv_transfer.gate import Gate, hand_back
 from kv_transfer.transport import Landed, OnBroken, OnLanded, Window
-from protocol.errors import ConfigError, InvariantViolation, TicketRejected, TransferError
+from protocol.errors import ChannelLost, ConfigError, InvariantViolation, TicketRejected, TransferError
 
 Target = tuple[int, int]
 """``(offset, nbytes)`` in the receiver's memory."""
+GRACE = 0.5
+"""Seconds that a ship without a connection has to go on: its sender may have lost one for the sake of another ship."""
 Bounds = tuple[int, int]
 """``(begin, end)`` of a band, or of a whole block, within its block."""
 MAX_BANDS = 1 << 10
@@ -44,7 +49,7 @@ class Part:
 
 
 class _Progress:
-    __slots__ = ("blocks", "bounds", "broken", "count", "landed", "seen", "started")
+    __slots__ = ("blocks", "bounds", "broken", "carriers", "count", "landed", "seen", "started")
 
     def __init__(self, count: int, bounds: Bounds, started: float) -> None:
         self.count = count
@@ -54,6 +59,7 @@ class _Progress:
         self.landed = 0
         self.broken = False
         self.blocks: list[int] = []
+        self.carriers: set[object] = set()
 
 
 class OpenWindow:
@@ -72,8 +78,13 @@ class OpenWindow:
         """Bytes still to land of each block of which a band has."""
         self._ships: dict[int, _Progress] = {}
 
-    def admit(self, part: Part, now: float) -> None:
+    def admit(self, part: Part, now: float, carrier: object = None) -> None:
         """Take note of a part whose bytes are about to be written.
+
+        Args:
+            part: as announced.
+            now: monotonic seconds.
+            carrier: stands for the connection that it comes by; :meth:`lost` ends it.
 
         Raises:
             TicketRejected: a block is not the window's, is of another generation, or has been written in that place;
@@ -89,6 +100,7 @@ class OpenWindow:
             if progress.broken or not fits:
                 raise TicketRejected(f"part {part.index} of {part.count} does not fit the ship it names")
             progress.seen.add(part.index)
+            progress.carriers.add(carrier)
             self._ships[part.ship] = progress
             self._taken.setdefault(bounds, set()).update(blocks)
 
@@ -111,6 +123,23 @@ class OpenWindow:
             del self._ships[part.ship]
         nbytes = len(progress.blocks) * (progress.bounds[1] - progress.bounds[0])
         return Landed(self.window.ticket, tuple(progress.blocks), nbytes, now - progress.started)
+
+    def lost(self, carrier: object) -> None:
+        """A connection has ended; a ship that none is left of is given up if it does not go on."""
+        with self._lock:
+            for number, progress in self._ships.items():
+                if carrier in progress.carriers:
+                    progress.carriers.discard(carrier)
+                    if not progress.carriers and not progress.broken:
+                        hand_back(self._loop, self._loop.call_later, GRACE, self._give_up, number)
+
+    def _give_up(self, number: int) -> None:
+        with self._lock:
+            progress = self._ships.get(number)
+            if progress is None or progress.carriers or progress.broken:
+                return
+            progress.broken = True
+        self._report_broken(ChannelLost("the sender's connections have ended between two parts of a ship"))
 
     def report(self, landed: Landed) -> None:
         """Have ``on_landed`` called on the window's loop, unless the window is shut by then."""
@@ -224,20 +253,50 @@ class WindowBook:
         self._blocks.update(window.blocks)
         self._windows[window.ticket] = OpenWindow(window, on_landed, on_broken)
 
-    def find(self, ticket: bytes) -> OpenWindow:
-        """The open window of ``ticket``.
+    def claim(self, ticket: bytes, sender: str, spans: int, blocks: int) -> OpenWindow:
+        """The open window that ``sender`` may write a part of so many spans and blocks through.
+
+        A transport asks this as soon as it knows the numbers, before it makes room for anything that they count.
 
         Raises:
-            TicketRejected: there is none.
+            TicketRejected: there is none, it is another sender's, or it has fewer blocks.
+        """
+        found = self.find(ticket, sender)
+        if not spans <= blocks <= len(found.window.blocks):
+            counts = f"{spans} spans and {blocks} blocks"
+            raise TicketRejected(f"{counts} are more than the window's {len(found.window.blocks)} blocks")
+        return found
+
+    def find(self, ticket: bytes, sender: str = "") -> OpenWindow:
+        """The open window of ``ticket``, which ``sender`` shows.
+
+        Raises:
+            TicketRejected: there is none, or it is another sender's.
         """
         found = self._windows.get(ticket)
         if found is None or not found.gate.is_open:
             raise TicketRejected("unknown or closed ticket")
+        owner = found.window.sender
+        if owner and owner != sender:
+            raise TicketRejected(f"the ticket is {owner}'s, it is shown by {sender or 'somebody without a name'}")
         return found
+
+    def shut_now(self, ticket: bytes) -> bool:
+        """Let nobody more write through the ticket's window; somebody may still. False when it is not open."""
+        found = self._windows.get(ticket)
+        if found is None or not found.gate.is_open:
+            return False
+        found.gate.shut_now()
+        return True
 
     def tickets(self) -> tuple[bytes, ...]:
         """Tickets of every window that is not yet forgotten."""
         return tuple(self._windows)
+
+    def lost(self, carrier: object) -> None:
+        """A connection has ended; see :meth:`OpenWindow.lost`. From any thread."""
+        for window in tuple(self._windows.values()):
+            window.lost(carrier)
 
     async def close(self, ticket: bytes) -> None:
         """Shut the ticket's window and forget it once nobody writes in it; an unknown ticket is fine."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 
 from engine.block_pool import BlockPool, HolderKind, Owner
 from kv_transfer.band import Band
@@ -27,11 +27,13 @@ from kv_transfer.instructions import (
 from kv_transfer.lease import LeaseBook
 from kv_transfer.lease_state import Layers
 from kv_transfer.plan import plan
+from kv_transfer.tally import Tally
 from kv_transfer.transport import SHARED, Sender, TransportConfig, make_sender, scheme_of
 from protocol.errors import ChannelLost, KVFerryError, Preempted, TransferError
 from protocol.ids import Peer, RequestKey
 from protocol.layout import KVLayout
 from protocol.messages import Abort, ErrorInfo, Grant, Message, Prefill, Renew, Settle
+from protocol.transfer_counts import Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +64,7 @@ class Exports:
 
     Attributes:
         kv_blocks, kv_bytes, kv_seconds: shipped and acknowledged so far.
+        tally: counts what the leases come to.
         chooser: picks the transport for each decode worker.
     """
 
@@ -79,6 +82,7 @@ class Exports:
         transport: TransportConfig,
     ) -> None:
         self.book = LeaseBook()
+        self.tally = Tally()
         self.kv_blocks = 0
         self.kv_bytes = 0
         self.kv_seconds = 0.0
@@ -102,18 +106,21 @@ class Exports:
         former = self._readers.get(reader.name)
         self._readers[reader.name] = reader
         if former is not None and former.incarnation < reader.incarnation:
-            self._carry_out(self.book.reader_lost(former, time.monotonic()))
-        self._carry_out(
-            self.book.open(
-                request.key,
-                reader,
-                None,
-                num_tokens=len(request.token_ids),
-                block_size=self._layout.block_size,
-                ttl=request.lease_ttl,
-                now=time.monotonic(),
-            )
+            self._carry_out(self.book.reader_lost(former, time.monotonic()), "lost")
+        now = time.monotonic()
+        instructions = self.book.open(
+            request.key,
+            reader,
+            None,
+            num_tokens=len(request.token_ids),
+            block_size=self._layout.block_size,
+            ttl=request.lease_ttl,
+            now=now,
         )
+        if self.book.is_open(request.key):
+            self.tally.opened(request.key, now)
+            self._look_for_grant(request.key, now)
+        self._carry_out(instructions)
 
     def computed(self, key: RequestKey, blocks: Sequence[int]) -> None:
         """The next logical blocks are complete."""
@@ -130,11 +137,11 @@ class Exports:
 
     def cancel(self, key: RequestKey) -> None:
         """The router ended the attempt."""
-        self._carry_out(self.book.cancel(key, time.monotonic()))
+        self._carry_out(self.book.cancel(key, time.monotonic()), "cancelled")
 
     def fail(self, key: RequestKey, error: KVFerryError) -> None:
         """This worker cannot finish the prompt: its reader and the router are told."""
-        self._carry_out(self.book.fail(key, error, time.monotonic()))
+        self._carry_out(self.book.fail(key, error, time.monotonic()), "failed")
 
     def give_back(self) -> bool:
         """End the youngest lease whose reader has no room yet, so that its blocks serve another; False if none does.
@@ -151,19 +158,21 @@ class Exports:
         now = time.monotonic()
         match message:
             case Grant():
-                self._carry_out(self.book.grant(sender, message, now))
+                instructions = self.book.grant(sender, message, now)
+                self._look_for_grant(message.key, now)
+                self._carry_out(instructions)
             case Renew():
                 self._carry_out(self.book.renew(sender, message, now))
             case Settle():
-                self._carry_out(self.book.settle(sender, message, now))
+                self._carry_out(self.book.settle(sender, message, now), "settled")
             case Abort():
-                self._carry_out(self.book.abort(sender, message, now))
+                self._carry_out(self.book.abort(sender, message, now), "aborted")
             case _:
                 logger.warning("decode worker %s sent a %s", sender, type(message).__name__)
 
     def tick(self) -> None:
         """Let what is due expire."""
-        self._carry_out(self.book.tick(time.monotonic()))
+        self._carry_out(self.book.tick(time.monotonic()), "expired")
 
     async def close(self) -> None:
         """Stop every ship and the transports under them."""
@@ -171,7 +180,13 @@ class Exports:
             await sender.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _carry_out(self, instructions: Iterable[Instruction]) -> None:
+    def _look_for_grant(self, key: RequestKey, now: float) -> None:
+        if self.book.is_granted(key):
+            self.tally.granted(key, now)
+
+    def _carry_out(self, instructions: list[Instruction], outcome: Outcome = "broken") -> None:
+        """Do what the book asks; a lease that closes by it is counted under ``outcome``."""
+        self.tally.asked(instructions, outcome, time.monotonic())
         closed: list[RequestKey] = []
         for instruction in instructions:
             match instruction:
@@ -207,6 +222,7 @@ class Exports:
         return self._senders[scheme]
 
     async def _ship(self, order: Ship) -> None:
+        address = ""
         try:
             if order.layers is None:
                 band, spans = None, plan(self._layout, order.source_blocks, order.layout, order.target_blocks)
@@ -228,11 +244,13 @@ class Exports:
             cause = error if isinstance(error, KVFerryError) else TransferError(f"ship {order.ship_id} failed: {error}")
             if cause is not error:
                 logger.exception("ship %d of %s failed", order.ship_id, order.key)
+            self.tally.ship_broke(order.key, address.partition("://")[0], cause.code)
             self._carry_out(self.book.ship_failed(order.key, order.ship_id, cause, time.monotonic()))
             return
         self.kv_blocks += order.finishes
         self.kv_bytes += report.nbytes
         self.kv_seconds += report.seconds
+        self.tally.shipped(order.key, scheme_of(address), report)
         self._carry_out(
             self.book.shipped(
                 order.key,

@@ -41,6 +41,7 @@ from protocol.messages import (
 )
 from protocol.sampling import FinishReason
 from protocol.sockets import Hub
+from protocol.transfer_counts import TransferCounts
 from protocol.worker_link import WorkerLink
 
 TICK = 0.1
@@ -121,6 +122,7 @@ class PrefillWorker:
                 timeout=self.config.transfer_timeout,
                 checksum=self.config.transfer_checksum,
                 secret=self.config.transfer_secret,
+                name=str(self.me),
             ),
         )
         resources.push_async_callback(self._exports.close)
@@ -184,9 +186,13 @@ class PrefillWorker:
             transport_fallbacks=exports.chooser.fallbacks,
         )
 
+    def transfer(self) -> TransferCounts:
+        """What it has counted of its handoffs."""
+        return self._exports.tally.counts()
+
     def _heartbeat(self) -> Heartbeat:
         assert self.profile is not None
-        return Heartbeat(self.profile, self.load())
+        return Heartbeat(self.profile, self.load(), self.transfer())
 
     # --- messages -------------------------------------------------------------------------------------------------
 

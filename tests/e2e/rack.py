@@ -71,6 +71,9 @@ class Rack:
             if load.open_leases or load.open_imports or load.waiting or load.running:
                 return False
             worker.pool.check_integrity()
+            transfer = worker.transfer()
+            assert (transfer.open, transfer.draining) == (0, 0), "what has ended is not counted so"
+            assert transfer.opened == sum(transfer.ended.values()), "something ended twice, or uncounted"
         return True
 
     async def settle(self, deadline: float = DEADLINE) -> None:
