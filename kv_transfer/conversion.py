@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from kv_transfer.moves import Move, Runs, joined, runs_of
 from kv_transfer.shards import layout_heads, shares
@@ -143,8 +144,7 @@ def _pieces(tokens: range, source_size: int, target_size: int) -> list[tuple[int
     cuts = {tokens.start, tokens.stop}
     for size in (source_size, target_size):
         cuts.update(range(tokens.start + size - tokens.start % size, tokens.stop, size))
-    ordered = sorted(cuts)
-    return list(zip(ordered, ordered[1:], strict=False))
+    return list(pairwise(sorted(cuts)))
 
 
 def _heads(source: KVLayout, target: KVLayout, total_heads: int | None) -> tuple[int, int, int]:

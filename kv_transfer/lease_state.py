@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from kv_transfer.instructions import Ship
-from protocol.errors import IntegrityMismatch, InvariantViolation, KVFerryError, LayoutMismatch, LeaseRefused
+from protocol.errors import IntegrityMismatch, InvariantViolation, KVFerryError, LeaseRefused
 from protocol.ids import Peer, RequestKey
 from protocol.layout import PADDING_BLOCK
 from protocol.messages import Grant, Handover
@@ -77,10 +77,11 @@ class Lease:
         key: request and attempt.
         reader: the decode worker's incarnation that may grant, renew, settle and abort.
         router: opaque to the book; returned with a failure.
-        num_tokens, block_size, num_blocks: of the prompt.
+        num_tokens, block_size, num_blocks: of the prompt in this worker's pool; all that is shipped counts in the
+            reader's blocks.
         ttl: seconds the lease lives without a sign of its reader.
         tracker: the state.
-        source: ids of the computed blocks, in logical order.
+        source: ids of this worker's computed blocks, in logical order.
         grant: the reader's, once it is there.
         next_block: logical index of the first block that no ship has taken.
         in_flight: block count of each ship that has not reported, by ship id.
@@ -140,16 +141,23 @@ class Lease:
             and self.shipped_blocks == len(self.grant.blocks)
         )
 
+    @property
+    def computed_blocks(self) -> int:
+        """Leading blocks of the reader's of which every token is computed; 0 while its block size is not known."""
+        if self.grant is None:
+            return 0
+        if len(self.source) == self.num_blocks:
+            return self.grant.layout.blocks_for(self.num_tokens)
+        return len(self.source) * self.block_size // self.grant.layout.block_size
+
     def grant_fault(self, grant: Grant) -> KVFerryError | None:
         """Why this lease cannot take this grant, or None."""
         key, blocks = self.key, grant.blocks
         if self.grant is not None:
             return LeaseRefused(f"lease {key} has a grant already")
-        if grant.layout.block_size != self.block_size:
-            return LayoutMismatch(f"block_size: {self.block_size} here, {grant.layout.block_size} there")
-        end = grant.first_block + len(blocks)
-        if end != self.num_blocks:
-            return IntegrityMismatch(f"lease {key} has {self.num_blocks} blocks, the grant ends at block {end}")
+        end, wanted = grant.first_block + len(blocks), grant.layout.blocks_for(self.num_tokens)
+        if end != wanted:
+            return IntegrityMismatch(f"lease {key} fills {wanted} blocks, the grant ends at block {end}")
         if len(grant.generations) != len(blocks):
             counts = f"{len(blocks)} blocks and {len(grant.generations)} generations"
             return IntegrityMismatch(f"the grant of {key} has {counts}")
@@ -159,9 +167,11 @@ class Lease:
 
     def next_ship(self, ship_id: int) -> Ship | None:
         """Take all that is granted, computed and in no ship yet into a ship; None when that is nothing."""
-        grant, begin, end = self.grant, self.next_block, len(self.source)
+        grant, begin, end = self.grant, self.next_block, self.computed_blocks
         if grant is None or begin >= end:
             return None
+        size = grant.layout.block_size
+        tokens = range(begin * size, min(end * size, self.num_tokens))
         wanted = slice(begin - grant.first_block, end - grant.first_block)
         self.next_block = end
         self.in_flight[ship_id] = end - begin
@@ -171,9 +181,11 @@ class Lease:
             addresses=grant.addresses,
             ticket=grant.ticket,
             layout=grant.layout,
-            source_blocks=tuple(self.source[begin:end]),
+            source_blocks=tuple(self.source[tokens.start // self.block_size : -(-tokens.stop // self.block_size)]),
             target_blocks=grant.blocks[wanted],
             generations=grant.generations[wanted],
+            tokens=tokens,
+            wire_dtype=grant.wire_dtype,
         )
 
     def handover(self, now: float) -> Handover:
@@ -200,13 +212,12 @@ class Lease:
         Raises:
             InvariantViolation: they do; names the lease.
         """
-        wanted_from = self.num_blocks if self.grant is None else self.grant.first_block
-        taken = max(0, self.next_block - wanted_from)
+        taken = 0 if self.grant is None else self.next_block - self.grant.first_block
         checks = (
             (self.state is not LeaseState.CLOSED, "is closed and still kept"),
             (not self.in_flight or self.state in _MAY_SHIP, f"has ships in flight in {self.state.name}"),
             (self.state is not LeaseState.DRAINING or bool(self.in_flight), "drains with nothing in flight"),
-            (self.next_block <= len(self.source) or taken == 0, "ships blocks that are not computed"),
+            (self.next_block <= self.computed_blocks or taken == 0, "ships blocks that are not computed"),
             (len(self.source) <= self.num_blocks, "has more blocks than its prompt"),
             (not self.open or taken == self.shipped_blocks + sum(self.in_flight.values()), "has lost a ship"),
             (self.open or self.expires is None, "is closed and still expires"),

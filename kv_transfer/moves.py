@@ -32,7 +32,7 @@ class Move:
 
 
 def joined(moves: Sequence[Move]) -> tuple[Move, ...]:
-    """The same copies in fewer moves: those that follow one another at equal distances become one more dimension."""
+    """The same copies in fewer moves: those that follow one another at equal distances upwards become a dimension."""
     found: list[Move] = []
     first = 0
     while first < len(moves):
@@ -60,7 +60,8 @@ def _progression(moves: Sequence[Move], first: int) -> tuple[int, tuple[int, int
     while last + 1 < len(moves):
         here, there = moves[last], moves[last + 1]
         step = (there.source - here.source, there.target - here.target)
-        if (there.shape, there.source_strides, there.target_strides) != form or (last > first and step != steps):
+        alike = (there.shape, there.source_strides, there.target_strides) == form and min(step) >= 0
+        if not alike or (last > first and step != steps):
             break
         steps = step
         last += 1

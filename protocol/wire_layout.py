@@ -1,8 +1,8 @@
 """How the blocks of a decode worker's pool look on their way to it.
 
-Mostly as they lie in the pool. With a wire dtype the elements cross as another type, in the pool's own order; as
-``float8_e4m3`` each head of K and of V of a layer of a block is divided by a scale of its own, and the scales follow the
-elements::
+Mostly as they lie in the pool. With a wire dtype the elements cross as another type, in the pool's own order. As
+``float8_e4m3`` each head of K, and of V, of a layer of a block is divided by a scale of its own, and the scales follow
+the elements::
 
     [num_layers, 2, *inner_shape] of float8_e4m3 | padding | [num_layers, 2, kv_heads] of float32 | padding
 """

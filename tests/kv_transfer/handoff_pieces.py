@@ -27,7 +27,7 @@ class Pool:
 
     size: int
     holds: dict[int, frozenset[Owner]] = field(default_factory=dict)
-    content: dict[int, tuple[str, int]] = field(default_factory=dict)
+    content: dict[int, tuple[tuple[str, int], ...]] = field(default_factory=dict)
     generation: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
 
     @property
@@ -86,9 +86,9 @@ class WindowRun:
 
 @dataclass(frozen=True)
 class Request:
-    """What the router knows of one request."""
+    """What the router knows of one request; ``first_block`` counts blocks of the decode worker."""
 
-    blocks: int
+    tokens: int
     first_block: int = 0
     attempt: int = 0
     state: str = "new"

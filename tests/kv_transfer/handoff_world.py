@@ -24,7 +24,6 @@ from protocol.ids import Peer, RequestKey
 from protocol.layout import KVLayout
 from protocol.messages import Abort, Grant, Handover, PrefillAddress, Refuse, Renew, Settle
 
-LAYOUT = KVLayout(num_layers=1, kv_heads=1, head_dim=1, block_size=1, dtype="float32")
 TTL = 3.0
 METHODS = {Grant: "grant", Renew: "renew", Settle: "settle", Abort: "abort", Handover: "handover", Refuse: "refuse"}
 FAULTS = ("drop", "duplicate", "forge", "break", "cancel", "crash", "time")
@@ -43,11 +42,14 @@ class World:
         import_book: Callable[[], ImportBook] = ImportBook,
         pools: tuple[int, int] = (4, 4),
         attempts: int = 2,
+        sizes: tuple[int, int] = (1, 1),
     ) -> None:
         self.make = {"P": lease_book, "D": import_book}
         self.peers = {"P": Peer("p", 10), "D": Peer("d", 10)}
         self.leases, self.imports = lease_book(), import_book()
         self.pools = {"P": Pool(pools[0]), "D": Pool(pools[1])}
+        self.size = sizes[0]
+        self.layout = KVLayout(num_layers=1, kv_heads=1, head_dim=1, block_size=sizes[1], dtype="float32")
         self.now = 0.0
         self.requests = dict(requests)
         self.budgets = {**dict.fromkeys(FAULTS, 0), **budgets}
@@ -205,18 +207,18 @@ class World:
     # The prefill worker.
 
     def _on_prefill(self, side: str, key: RequestKey, reader: Peer) -> None:
-        blocks = self.requests[key.request_id].blocks
-        self._run("P", self.leases.open(key, reader, None, blocks, 1, TTL, self.now))
+        tokens = self.requests[key.request_id].tokens
+        self._run("P", self.leases.open(key, reader, None, tokens, self.size, TTL, self.now))
         if self.leases.is_open(key):
             self.jobs[key] = (reader, ())
 
     def _do_compute(self, key: RequestKey) -> None:
         reader, blocks = self.jobs[key]
         (block,) = self.pools["P"].take(("table", key), 1)
-        self.pools["P"].content[block] = (key.request_id, len(blocks))
+        self.pools["P"].content[block] = self._tokens(key, len(blocks), self.size)
         self.jobs[key] = (reader, (*blocks, block))
         self._run("P", self.leases.computed(key, [block], self.now))
-        if key in self.jobs and len(blocks) + 1 == self.requests[key.request_id].blocks:
+        if key in self.jobs and (len(blocks) + 1) * self.size >= self.requests[key.request_id].tokens:
             del self.jobs[key]
             self.pools["P"].drop(("table", key))
             self._run("P", self.leases.finished(key, 1, self.now))
@@ -239,7 +241,17 @@ class World:
         request = self.requests[key.request_id]
         self.ends["open", key] += 1
         opened = self.imports.open(
-            key, prefill, request.first_block, blocks, generations, request.blocks, LAYOUT, "d", ticket, TTL, self.now
+            key,
+            prefill,
+            request.first_block,
+            blocks,
+            generations,
+            request.tokens,
+            self.layout,
+            ("d",),
+            ticket,
+            TTL,
+            self.now,
         )
         self.grants[key] = (request.first_block, blocks)
         self._run("D", opened)
@@ -248,7 +260,8 @@ class World:
         """The committed sequence runs to its end; until here nobody may have touched its blocks."""
         first, blocks = self.grants[key]
         for logical, block in zip(itertools.count(first), blocks):
-            require(self.pools["D"].content.get(block) == (key.request_id, logical), f"{key} decodes on wrong bytes")
+            wanted = self._tokens(key, logical, self.layout.block_size)
+            require(self.pools["D"].content.get(block) == wanted, f"{key} decodes on wrong bytes")
         self.decoding.discard(key)
         self.pools["D"].drop(("table", key))
 
@@ -262,23 +275,29 @@ class World:
     def _do_step(self, ship_id: int) -> None:
         run = self.ships[ship_id]
         ship, at = run.ship, run.done
-        source, target, generation = ship.source_blocks[at], ship.target_blocks[at], ship.generations[at]
+        target, generation = ship.target_blocks[at], ship.generations[at]
         window = self.windows.get(ship.ticket)
         if window is None or (target, generation) not in zip(window.blocks, window.generations, strict=True):
             del self.ships[ship_id]
             self.bag.append(("local", "P", "ship_failed", ship.key, ship_id, TicketRejected("no such window")))
             return
         read, written = self.pools["P"], self.pools["D"]
-        require(read.held_by(source, ("lease", ship.key), ("quarantine", ship.key)), f"{ship.key} ships a free block")
         owners = ("import", window.key), ("quarantine", window.key)
         require(written.held_by(target, *owners), f"{ship.key} writes block {target}, which is not its own")
         require(written.generation[target] == generation, f"{ship.key} writes another life of block {target}")
-        written.content[target] = read.content[source]
+        moved = []
+        size = self.layout.block_size
+        for token in ship.tokens[at * size : (at + 1) * size]:
+            source = ship.source_blocks[token // self.size - ship.tokens.start // self.size]
+            held = read.held_by(source, ("lease", ship.key), ("quarantine", ship.key))
+            require(held, f"{ship.key} ships a free block")
+            moved.append(read.content[source][token % self.size])
+        written.content[target] = tuple(moved)
         self.ships[ship_id] = replace(run, done=at + 1)
-        if at + 1 == len(ship.source_blocks):
+        if at + 1 == len(ship.target_blocks):
             del self.ships[ship_id]
             count = at + 1
-            nbytes = count * LAYOUT.block_bytes
+            nbytes = count * self.layout.block_bytes
             self.bag.append(("local", "D", "landed", ship.ticket, count, nbytes))
             self.bag.append(("local", "P", "shipped", ship.key, ship_id, nbytes, count, 0.0))
 
@@ -349,7 +368,8 @@ class World:
         require(all(window.key != key for window in self.windows.values()), f"{key} commits with its window open")
         for logical, block in zip(itertools.count(first), blocks):
             require(pool.held_by(block, ("import", key)), f"{key} commits a block that it does not own")
-            require(pool.content.get(block) == (key.request_id, logical), f"{key} commits wrong bytes")
+            wanted = self._tokens(key, logical, self.layout.block_size)
+            require(pool.content.get(block) == wanted, f"{key} commits wrong bytes")
         pool.move(("import", key), ("table", key))
         self.decoding.add(key)
         request = self.requests[key.request_id]
@@ -361,7 +381,12 @@ class World:
 
     def _wanted(self, key: RequestKey) -> int:
         request = self.requests[key.request_id]
-        return request.blocks - request.first_block
+        return self.layout.blocks_for(request.tokens) - request.first_block
+
+    def _tokens(self, key: RequestKey, index: int, size: int) -> tuple[tuple[str, int], ...]:
+        """What a logical block holds, by its size."""
+        last = self.requests[key.request_id].tokens
+        return tuple((key.request_id, token) for token in range(index * size, min(last, (index + 1) * size)))
 
     def deadline(self) -> float | None:
         """When time itself next does something."""

@@ -104,8 +104,8 @@ def test_every_wanted_head_is_shipped_by_one_shard_that_holds_it(
 
 def test_holders_of_one_head_take_turns() -> None:
     assert [shares(2, 4, index, 4) for index in range(4)] == [
-        (Share(0, range(0, 1)),),
-        (Share(1, range(0, 1)),),
+        (Share(0, range(1)),),
+        (Share(1, range(1)),),
         (Share(2, range(1, 2)),),
         (Share(3, range(1, 2)),),
     ]
