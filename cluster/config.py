@@ -13,6 +13,7 @@ import msgspec
 
 from kv_transfer.choice import AUTO, MODES
 from protocol.errors import ConfigError
+from protocol.wire_layout import WireDtype
 
 Setting = bool | int | float | str
 """A value of a component's own setting."""
@@ -131,6 +132,7 @@ class TransferSection(msgspec.Struct, frozen=True, kw_only=True):
         lease_ttl: seconds that prefill holds blocks with no sign of their reader.
         timeout: seconds without progress after which a transfer fails.
         checksum: send a CRC-32 with the blocks, and take none without.
+        wire_dtype: element type in which blocks cross; None is that of the decode worker's pool.
     """
 
     transport: str = AUTO
@@ -138,6 +140,7 @@ class TransferSection(msgspec.Struct, frozen=True, kw_only=True):
     lease_ttl: float = 30.0
     timeout: float = 10.0
     checksum: bool = False
+    wire_dtype: WireDtype | None = None
 
     def __post_init__(self) -> None:
         _check(

@@ -24,6 +24,7 @@ class PrefillConfig:
         transfer_timeout: seconds without progress after which a ship fails.
         transfer_checksum: send a checksum with the blocks.
         transfer_secret: what both ends of a KV connection must know; empty lets everybody in.
+        staging_bytes: memory at most in which blocks are made for decode workers whose blocks have another form.
         max_waiting: prompts in the queue before new ones are refused.
 
     Raises:
@@ -40,6 +41,7 @@ class PrefillConfig:
     transfer_timeout: float = 10.0
     transfer_checksum: bool = False
     transfer_secret: str = field(default="", repr=False)
+    staging_bytes: int = 64 << 20
     max_waiting: int = 1024
 
     def __post_init__(self) -> None:
@@ -50,6 +52,7 @@ class PrefillConfig:
             ("transport", self.transport in MODES, f"one of {', '.join(MODES)}"),
             ("streams", 1 <= self.streams <= 64, "in [1, 64]"),
             ("transfer_timeout", self.transfer_timeout > 0, "above 0"),
+            ("staging_bytes", 1 << 16 <= self.staging_bytes <= 1 << 40, "in [65536, 2**40]"),
             ("max_waiting", self.max_waiting >= 1, "at least 1"),
         ):
             if not valid:

@@ -88,7 +88,9 @@ async def rack(
     decode_engine: dict[str, object] | None = None,
     router: dict[str, object] | None = None,
     transfer: dict[str, object] | None = None,
+    prefill_transfer: dict[str, object] | None = None,
     decode_transfer: dict[str, object] | None = None,
+    decode_model: Path | None = None,
     ship_by: str = "auto",
     listen_by: str = "auto",
 ) -> AsyncIterator[Rack]:
@@ -114,7 +116,7 @@ async def rack(
                 engine=EngineConfig(model=str(model), **settings),  # type: ignore[arg-type]
                 routers=routers,
                 transport=ship_by,
-                **(transfer or {}),  # type: ignore[arg-type]
+                **{**(transfer or {}), **(prefill_transfer or {})},  # type: ignore[arg-type]
             )
         )
         for index in range(prefill)
@@ -124,7 +126,7 @@ async def rack(
             DecodeConfig(
                 name=f"decode-{index}",
                 model_name=MODEL,
-                engine=EngineConfig(model=str(model), **{**settings, **(decode_engine or {})}),  # type: ignore[arg-type]
+                engine=EngineConfig(model=str(decode_model or model), **{**settings, **(decode_engine or {})}),  # type: ignore[arg-type]
                 routers=routers,
                 transport=listen_by,
                 **{**(transfer or {}), **(decode_transfer or {})},  # type: ignore[arg-type]
