@@ -23,7 +23,7 @@ from kv_transfer.memory import as_bytes
 from kv_transfer.room import Room
 from kv_transfer.senders import Senders
 from kv_transfer.span import Span
-from kv_transfer.transport import ShipReport, TransportConfig
+from kv_transfer.transport import Sender, ShipReport, TransportConfig
 from protocol.errors import ChannelLost
 from protocol.layout import KVLayout
 
@@ -123,14 +123,14 @@ class Staging:
         travelling: deque[asyncio.Task[ShipReport]] = deque()
         reports: list[ShipReport] = []
         try:
+            sender = self._senders.find(address)
             longest = min(PIECE_BYTES, self._memory.nbytes // SHARES)
             for piece in pieces(order, self._layout.block_size, longest):
                 while len(travelling) >= PIECES_AHEAD:
                     reports.append(await travelling[0])
                     travelling.popleft()
                 passage.check()
-                place = await self._packed(order, piece)
-                travelling.append(asyncio.create_task(self._send(address, order, piece, place)))
+                travelling.append(self._send(sender, address, order, piece, await self._packed(order, piece)))
             while travelling:
                 reports.append(await travelling[0])
                 travelling.popleft()
@@ -164,16 +164,17 @@ class Staging:
         count = range(len(piece.target_blocks))
         self._pack(convert(self._layout, piece.source_blocks, order.wire, count, piece.tokens), target)
 
-    async def _send(self, address: str, order: Ship, piece: Piece, place: int) -> ShipReport:
-        try:
-            return await self._senders.find(address).ship(
-                address,
-                order.ticket,
-                _spans(place, piece.target_blocks, order.wire.block_bytes),
-                tuple(zip(piece.target_blocks, piece.generations, strict=True)),
-            )
-        finally:
-            self._room.give_back(place)
+    def _send(self, sender: Sender, address: str, order: Ship, piece: Piece, place: int) -> asyncio.Task[ShipReport]:
+        ship = sender.ship(
+            address,
+            order.ticket,
+            _spans(place, piece.target_blocks, order.wire.block_bytes),
+            tuple(zip(piece.target_blocks, piece.generations, strict=True)),
+        )
+        task = asyncio.create_task(ship)
+        # Not in the coroutine: a task that is cancelled before its first step never comes to what it would clean up.
+        task.add_done_callback(lambda _: self._room.give_back(place))
+        return task
 
     async def abort(self, ticket: bytes) -> None:
         """Stop every ship of ``ticket``; each of them raises soon, and reads the pool until then."""
