@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import tiny_llama
 from oracle import Oracle
-from rack import Rack, rack
+from rack import Answer, Rack, rack
 from test_handoff_text import prompts, shipped
 
 from decode_worker.worker import DecodeWorker
@@ -43,7 +44,7 @@ def wire_of(running: Rack, wire_dtype: str | None = None) -> WireLayout:
         ({"block_size": 6, "order": "HND"}, {"block_size": 4, "order": "NHD"}, "shm"),
         ({"order": "NHD"}, {"order": "HND"}, "tcp"),
         ({"block_size": 16, "max_batch_tokens": 32}, {"block_size": 4}, "inproc"),
-        ({"block_size": 2, "max_batch_tokens": 6}, {"block_size": 16, "num_blocks": 20}, "shm"),
+        ({"block_size": 2, "max_batch_tokens": 10}, {"block_size": 16, "num_blocks": 20}, "shm"),
     ],
     ids=["4-to-8", "8-to-4", "6-hnd-to-4-nhd", "nhd-to-hnd", "16-to-4", "2-to-16"],
 )
@@ -105,6 +106,37 @@ async def test_more_than_the_staging_memory_holds(
         assert shipped(running) == (18, 18 << 14)
         (told,) = [record.message for record in caplog.records]
         assert "block_size: 4 here, 32 there" in told
+
+
+@pytest.mark.parametrize("wire_dtype", [None, "float8_e4m3"])
+async def test_cancels_on_the_way_leave_nothing(
+    tiny_llama_dir: Path, tiny_oracle: Oracle, wire_dtype: str | None
+) -> None:
+    """A third of the clients leave, each at another moment; the rack checks that every pool is at its baseline."""
+    rng = random.Random(11)
+    asked = prompts(tiny_oracle, tuple(rng.randint(1, 90) for _ in range(24)), seed=11)
+    async with rack(
+        tiny_llama_dir,
+        engine={"num_blocks": 129, "prefix_cache": False},
+        decode_engine={"block_size": 8},
+        prefill_transfer={"staging_bytes": 1 << 16},
+        decode_transfer={"wire_dtype": wire_dtype},
+    ) as running:
+        tasks = [asyncio.create_task(running.ask(prompt, max_tokens=6)) for prompt in asked]
+        for task in rng.sample(tasks, 8):
+            for _ in range(rng.randrange(60)):
+                await asyncio.sleep(0)
+            task.cancel()
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        stayed = [(prompt, answer) for prompt, answer in zip(asked, answers, strict=True) if isinstance(answer, Answer)]
+        assert len(stayed) >= 16
+        for prompt, answer in stayed:
+            assert len(answer.token_ids) == 6
+            assert wire_dtype is not None or answer.token_ids == tiny_oracle.greedy(prompt, 6)
+        await running.settle()
+        staging = running.prefill[0]._exports._shipping._staging
+        assert staging is not None
+        assert staging._room.used == 0
 
 
 @pytest.mark.parametrize(
