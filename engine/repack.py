@@ -149,7 +149,7 @@ def _quantise(elements: torch.Tensor, target: memoryview, wire: WireLayout) -> N
         largest = block.abs().amax(together, keepdim=True)
         # Infinity less itself is not a number: with one that is not finite, all that share its scale arrive so.
         scale.copy_(largest.add_(largest - largest).div_(FP8_MAX).clamp_(min=SMALLEST_SCALE))
-        value.copy_(block.div_(scale).clamp_(-FP8_MAX, FP8_MAX))
+        value.copy_(block.div_(scale))
 
 
 def _widened(values: torch.Tensor) -> torch.Tensor:
