@@ -48,7 +48,7 @@ class Window:
         ticket: 16 bytes that the sender must show.
         blocks: destination block ids, each once.
         generations: of each block; a span for another generation is refused.
-        block_bytes: bytes of one block; block ``b`` lies at ``b * block_bytes`` of the memory.
+        block_bytes: bytes of one block as it arrives; block ``b`` lies at ``b * block_bytes`` of the memory.
 
     Raises:
         ConfigError: a value is out of bounds; names the field and the value.

@@ -122,6 +122,7 @@ class PrefillWorker:
                 checksum=self.config.transfer_checksum,
                 secret=self.config.transfer_secret,
             ),
+            staging_bytes=self.config.staging_bytes,
         )
         resources.push_async_callback(self._exports.close)
         self.profile = WorkerProfile(
