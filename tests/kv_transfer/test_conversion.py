@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from conversion_cases import POOL, Case, carry_out, carry_out_moves, cases, pool_of
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_transfer.conversion import convert
@@ -22,6 +22,7 @@ def changed(**changes: object) -> KVLayout:
     return KVLayout(**{name: getattr(LAYOUT, name) for name in LAYOUT.__struct_fields__} | changes)
 
 
+@settings(deadline=None)
 @given(cases())
 def test_a_plan_copies_what_single_elements_copy(case: Case) -> None:
     found = case.plan()
@@ -37,6 +38,7 @@ def test_a_plan_copies_what_single_elements_copy(case: Case) -> None:
     assert (by_run != untouched).sum() == len(pairs)
 
 
+@settings(deadline=None)
 @given(cases())
 def test_runs_lie_in_the_pools_write_nothing_twice_and_are_fewest(case: Case) -> None:
     found = case.plan()
@@ -59,6 +61,7 @@ def test_runs_lie_in_the_pools_write_nothing_twice_and_are_fewest(case: Case) ->
     ]
 
 
+@settings(deadline=None)
 @given(cases(sharded=False))
 def test_there_and_back_is_the_same(case: Case) -> None:
     source, middle, again = pool_of(case.source), pool_of(case.target, 2), pool_of(case.source, 3)
@@ -69,6 +72,7 @@ def test_there_and_back_is_the_same(case: Case) -> None:
     assert (np.delete(again, wanted) == np.delete(pool_of(case.source, 3), wanted)).all()
 
 
+@settings(deadline=None)
 @given(cases())
 def test_blocks_that_are_not_filled_are_named(case: Case) -> None:
     found = case.plan()
@@ -81,6 +85,7 @@ def test_blocks_that_are_not_filled_are_named(case: Case) -> None:
         assert sorted(found.incomplete) == sorted(short)
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from((1, 2, 4)),
     st.sampled_from((1, 2, 4)),
