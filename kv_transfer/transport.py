@@ -52,7 +52,7 @@ class Window:
         ticket: 16 bytes that the sender must show.
         blocks: destination block ids, each once.
         generations: of each block; a span for another generation is refused.
-        block_bytes: bytes of one block; block ``b`` lies at ``b * block_bytes`` of the memory.
+        block_bytes: bytes of one block as it arrives; block ``b`` lies at ``b * block_bytes`` of the memory.
         sender: name of the only one who may show the ticket; empty lets any do it who passes the hello.
 
     Raises:
