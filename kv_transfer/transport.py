@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from protocol.errors import ConfigError, TransferError, UnknownTransport
 
 TICKET_BYTES = 16
 MIN_SECRET = 16
+UCX_TLS = re.compile(r"[a-z0-9_,^\\:]{0,255}")
 SCHEMES: Mapping[str, str] = MappingProxyType(
     {"inproc": "kv_transfer.inproc", "shm": "kv_transfer.shm", "tcp": "kv_transfer.tcp", "ucx": "kv_transfer.ucx"}
 )
@@ -122,6 +124,7 @@ class TransportConfig:
         checksum: a sender adds a CRC-32 to all it sends. A receiver checks each that comes, and with this set takes
             nothing without.
         secret: what both ends of a connection must know; empty lets everybody in.
+        ucx_tls: what UCX may go by, as its own UCX_TLS says it ("tcp", "shm"); empty leaves that to UCX.
 
     Raises:
         ConfigError: a value is out of bounds; names the field and the value.
@@ -133,6 +136,7 @@ class TransportConfig:
     buffer_bytes: int = 0
     checksum: bool = False
     secret: str = field(default="", repr=False)
+    ucx_tls: str = ""
 
     def __post_init__(self) -> None:
         checks = (
@@ -140,6 +144,7 @@ class TransportConfig:
             ("timeout", 0.0 < self.timeout <= 3600.0, "in (0, 3600]"),
             ("max_connections", 1 <= self.max_connections <= 1 << 16, "in [1, 65536]"),
             ("buffer_bytes", 0 <= self.buffer_bytes <= 1 << 30, "in [0, 2**30]"),
+            ("ucx_tls", UCX_TLS.fullmatch(self.ucx_tls) is not None, "names parted by commas"),
         )
         for name, valid, wanted in checks:
             if not valid:

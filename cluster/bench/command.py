@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -28,7 +29,9 @@ def transfer_command(
     tables: Annotated[str, typer.Option(help="Block tables: contiguous, scattered.")] = "contiguous,scattered",
     ways: Annotated[str, typer.Option(help="Ship whole, or chunked by 512 tokens.")] = "whole,chunked",
     concurrency: Annotated[str, typer.Option(help="Transfers at once, as 1,4.")] = "1",
-    transports: Annotated[str, typer.Option(help="As tcp,shm; all tries every one there is.")] = "all",
+    transports: Annotated[
+        str, typer.Option(help="As tcp,shm,ucx:tcp (UCX held to TCP) or ucx:shm; all tries each scheme.")
+    ] = "all",
     block_size: Annotated[int, typer.Option(min=1, max=1 << 16, help="Tokens of a block.")] = 16,
     dtype: Annotated[str, typer.Option(help="Of the cache.")] = "bfloat16",
     streams: Annotated[int | None, typer.Option(min=1, max=64, help="Connections of one transport.")] = None,
@@ -42,6 +45,10 @@ def transfer_command(
     listen: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Be the receiving side, until Ctrl-C; trust who comes.")
     ] = None,
+    vs: Annotated[str | None, typer.Option(help="Also measure rivals on the same work: nixl, mooncake.")] = None,
+    vs_python: Annotated[
+        str | None, typer.Option(metavar="FILE", help="The interpreter that has them; this one by default.")
+    ] = None,
     json: Json = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Also draw them: .html, .png or .svg.")
@@ -53,6 +60,7 @@ def transfer_command(
     Each case takes turns with the machine's own limit for the same bytes: a memory copy, or a plain socket.
     """
     from cluster.bench.case import TABLES, WAYS, Grid, parse_choices, parse_count, parse_counts
+    from cluster.bench.rivals.contest import RIVALS, Invitation
     from cluster.bench.transfer import Options, be_far_end, measure_transfers, parse_place
     from cluster.signals import exit_on_terminate
     from kv_transfer.transport import SCHEMES
@@ -85,6 +93,9 @@ def transfer_command(
         peer=None if connect is None else parse_place(connect, field="connect"),
         json=json,
         plot=plot,
+        rivals=Invitation(
+            () if vs is None else parse_choices(vs, tuple(RIVALS), field="vs"), vs_python or sys.executable
+        ),
     )
     out = Console()
     with exit_on_terminate():

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from cluster.bench.report import Measured, Report, remarks, write_bytes
+from cluster.bench.report import Measured, Report, remarks, rivals_of, write_bytes
 from protocol.errors import ConfigError
 
 SUFFIXES = (".html", ".png", ".svg")
@@ -60,11 +60,17 @@ def _figure(report: Report) -> Any:
         (line,) = speed.plot(sizes, [point.gb_per_s for point in points], marker="o", label=name)
         limits = [point.limit_gb_per_s for point in points]
         speed.plot(sizes, limits, linestyle=":", color=line.get_color())
+        for rival in rivals_of(report):
+            met = [(size, figure) for size, point in zip(sizes, points, strict=True) for figure in point.rivals]
+            theirs = [(size, figure.gb_per_s) for size, figure in met if figure.rival == rival]
+            speed.plot(*zip(*theirs, strict=True), linestyle="--", marker="x", color=line.get_color(), label=rival)
         middle = [1e3 * point.latency.p50 for point in points]
         slowest = [1e3 * point.latency.p99 for point in points]
         delay.plot(sizes, middle, marker="o", color=line.get_color())
         delay.fill_between(sizes, middle, slowest, alpha=0.15, color=line.get_color())
-    speed.set(xscale="log", xlabel="MiB a transfer", ylabel="GB/s", title="throughput (dotted: the limit)")
+    speed.set(
+        xscale="log", xlabel="MiB a transfer", ylabel="GB/s", title="throughput (dotted: the limit, dashed: rivals)"
+    )
     delay.set(xscale="log", yscale="log", xlabel="MiB a transfer", ylabel="ms", title="latency (p50 to p99)")
     speed.set_ylim(bottom=0)
     if speed.lines:

@@ -20,10 +20,16 @@ LOG_LEVEL = "fatal"
 """UCX logs to standard output, and what it logs as errors are the deaths of peers, which we report ourselves."""
 
 
-def settings(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What to set: ours, but for what the user has set in the environment (``UCX_...``), which UCX reads itself."""
+def settings(environment: Mapping[str, str] | None = None, *, tls: str = "") -> dict[str, str]:
+    """What to set: ours, but for what the user has set in the environment (``UCX_...``), which UCX reads itself.
+
+    Args:
+        environment: the process's by default.
+        tls: what UCX may go by, whatever the environment says; empty leaves it to that.
+    """
     found = os.environ if environment is None else environment
-    return {name: value for name, value in SETTINGS.items() if f"UCX_{name}" not in found}
+    wanted = {name: value for name, value in SETTINGS.items() if f"UCX_{name}" not in found}
+    return {**wanted, "TLS": tls} if tls else wanted
 
 
 def log_level(environment: Mapping[str, str] | None = None) -> str | None:
