@@ -90,7 +90,9 @@ class ShmSender(Sender):
             frame = wire.pack_frame(ship.ticket, ship.number, slot, spans, generations)
             ship.on_stop(stop)
             channel = self._channel(address)
-            await asyncio.wait({channel.opened, done}, return_when=asyncio.FIRST_COMPLETED)
+            if not channel.opened.done():
+                # Only then: asyncio.wait takes a turn of the loop even for what is done.
+                await asyncio.wait({channel.opened, done}, return_when=asyncio.FIRST_COMPLETED)
             if not done.done():
                 channel.opened.result()
                 await self._await_answer(ship, slot, channel, frame, done)
