@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal
 
-from cluster.bench import perftest
 from cluster.bench.block_table import Transfer
 from cluster.bench.near_end import Session
 
@@ -25,13 +24,18 @@ LIMITS: Mapping[str, str] = MappingProxyType(
 """How each is measured. Both take turns with the transport, round by round."""
 
 
-def limit_of(transport: str, *, same_host: bool) -> Limit:
+def limit_of(transport: str, *, same_host: bool, perftest: bool) -> Limit:
     """What a case's transport is held against.
 
     ``tcp`` goes through the kernel's sockets even on one machine; others do not have to, there. UCX that is held to TCP
-    is held against UCX, where its benchmark is installed.
+    is held against UCX itself.
+
+    Args:
+        transport: of the case.
+        same_host: whether both ends are on one machine.
+        perftest: whether UCX's own benchmark is installed.
     """
-    if same_host and transport == "ucx:tcp" and perftest.find() is not None:
+    if same_host and transport == "ucx:tcp" and perftest:
         return "ucx_perftest"
     return "memcpy" if same_host and transport not in ("tcp", "ucx:tcp") else "socket"
 

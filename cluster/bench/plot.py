@@ -61,9 +61,7 @@ def _figure(report: Report) -> Any:
         limits = [point.limit_gb_per_s for point in points]
         speed.plot(sizes, limits, linestyle=":", color=line.get_color())
         for rival in rivals_of(report):
-            met = [(size, figure) for size, point in zip(sizes, points, strict=True) for figure in point.rivals]
-            theirs = [(size, figure.gb_per_s) for size, figure in met if figure.rival == rival]
-            speed.plot(*zip(*theirs, strict=True), linestyle="--", marker="x", color=line.get_color(), label=rival)
+            _rival_line(speed, rival, points, line.get_color())
         middle = [1e3 * point.latency.p50 for point in points]
         slowest = [1e3 * point.latency.p99 for point in points]
         delay.plot(sizes, middle, marker="o", color=line.get_color())
@@ -77,6 +75,13 @@ def _figure(report: Report) -> Any:
         speed.legend(fontsize="small")
     figure.suptitle(f"kvferry {report.kvferry}, {report.model}, blocks of {report.block_bytes >> 10} KiB")
     return figure
+
+
+def _rival_line(axes: Any, rival: str, points: list[Measured], color: str) -> None:
+    met = [(point.nbytes / (1 << 20), figure) for point in points for figure in point.rivals if figure.rival == rival]
+    if met:
+        sizes, speeds = [size for size, _ in met], [figure.gb_per_s for _, figure in met]
+        axes.plot(sizes, speeds, linestyle="--", marker="x", color=color, label=rival)
 
 
 def _page(report: Report, picture: str) -> str:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cluster.bench import limit, near_end
+from cluster.bench import limit, near_end, perftest
 from cluster.bench.block_table import transfers
 from cluster.bench.case import Case
 from cluster.bench.near_end import Session, Setup
@@ -118,7 +118,7 @@ async def _measure(
     """Rounds of the transport, its limit and its rivals in turn; the first of each is checked and does not count."""
     began = time.monotonic()
     moved = transfers(case, setup.layout, setup.blocks, seed=setup.seed)
-    held_against = limit.limit_of(case.transport, same_host=session.same_host)
+    held_against = limit.limit_of(case.transport, same_host=session.same_host, perftest=perftest.find() is not None)
     on_case(case, 0.0)
     await session.ship_round(moved, checked=True)
     await limit.begin(held_against, session, moved)

@@ -156,6 +156,7 @@ class PrefillSide:
         self._blocks = BlockPool(scene.blocks, scene.layout.block_size, prefix_cache=False)
         self._news = asyncio.Event()
         self._failure: KVFerryError | None = None
+        self._taken: dict[RequestKey, Taken] = {}
         self._exports = Exports(
             self._blocks,
             scene.layout,
@@ -167,7 +168,8 @@ class PrefillSide:
             closed=lambda _: self._news.set(),
             transport=TransportConfig(ucx_tls=scene.ucx_tls),
         )
-        self._tasks = [asyncio.create_task(self._readers()), asyncio.create_task(self._ticks())]
+        loops = (self._answers(), self._readers(), self._ticks())
+        self._tasks = [asyncio.create_task(loop) for loop in loops]
 
     async def hand_over(self, tokens: int, *, checked: bool = False) -> float:
         """Seconds from the moment a prompt's last chunk is complete to its commit on the decode side.
@@ -205,10 +207,8 @@ class PrefillSide:
         self._exports.computed(key, chunks[-1])
         self._exports.finished(key, TOKEN)
         self._blocks.release_all(owner)
-        taken = await self._decode.hear()
-        await self._until(lambda: not self._exports.book.open_count)
-        if not isinstance(taken, Taken) or taken.key != key:
-            raise ProtocolError(f"{taken} is no answer about {key}")
+        await self._until(lambda: key in self._taken and not self._exports.book.open_count)
+        taken = self._taken.pop(key)
         if checked and taken.crc != await asyncio.to_thread(checksum, self._bytes(blocks)):
             raise IntegrityMismatch("other bytes landed than were sent")
         return taken.at - complete
@@ -238,6 +238,17 @@ class PrefillSide:
     def _failed(self, _key: RequestKey, error: ErrorInfo) -> None:
         self._failure = error.to_error()
         self._news.set()
+
+    async def _answers(self) -> None:
+        try:
+            while True:
+                answer = await self._decode.hear()
+                if isinstance(answer, Taken):
+                    self._taken[answer.key] = answer
+                self._news.set()
+        except KVFerryError as error:
+            self._failure = error
+            self._news.set()
 
     async def _readers(self) -> None:
         while True:
