@@ -128,7 +128,7 @@ def handoff_command(
 
     from cluster.bench.case import parse_count, parse_counts
     from cluster.bench.handoff import decode_side
-    from cluster.bench.handoff.figures import handoff_table
+    from cluster.bench.handoff.figures import handoff_table, headline
     from cluster.bench.handoff.measure import WARM_UP, HandoffOptions, measure_handoff
     from cluster.bench.report import write_bytes
     from cluster.event_loop import new_loop
@@ -156,6 +156,7 @@ def handoff_command(
         )
     out = Console()
     out = out if out.is_terminal else Console(width=TABLE_WIDTH)
+    out.print(headline(report), highlight=False)
     out.print(handoff_table(report))
     for name, reason in report.skipped.items():
         out.print(f"* skipped {name}: {reason}", markup=False, highlight=False)

@@ -82,13 +82,17 @@ def rows_of(transport: str, layout: KVLayout, chunk_tokens: int, found: dict[int
     return rows
 
 
-def handoff_table(report: HandoffReport) -> Table:
-    """The rows, for a person."""
-    title = (
+def headline(report: HandoffReport) -> str:
+    """What the table shows."""
+    return (
         f"{report.model}, {report.runs} runs: last chunk complete to committed, chunks of {report.chunk_tokens} "
         f"tokens, {1e3 * report.pause:g} ms before each"
     )
-    table = Table(title=title, box=None, pad_edge=False)
+
+
+def handoff_table(report: HandoffReport) -> Table:
+    """The rows, for a person."""
+    table = Table(box=None, pad_edge=False)
     for heading in ("transport", "prompt tokens", "chunks", "MiB", "p50 ms", "p90 ms", "p99 ms", "of one chunk"):
         table.add_column(heading, justify="left" if heading == "transport" else "right", no_wrap=True)
     for row in report.rows:
