@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -127,17 +128,27 @@ async def _measure(
     seconds: list[float] = []
     walls: list[float] = []
     limits: list[float] = []
+
+    async def ours() -> None:
+        found = await session.ship_round(moved)
+        seconds.extend(found.seconds)
+        walls.append(found.wall)
+
+    async def theirs() -> None:
+        limits.append(await limit.limit_round(held_against, session, moved))
+
+    turns = [ours, theirs, *contest.turns()]
+    order = random.Random(setup.seed)  # noqa: S311
     started = time.monotonic()
     while len(walls) < MAX_ROUNDS:
         now = time.monotonic()
         enough = now - started >= effort.seconds and len(walls) >= MIN_ROUNDS
         if walls and (enough or now - began >= PATIENCE * effort.time_limit):
             break
-        found = await session.ship_round(moved)
-        limits.append(await limit.limit_round(held_against, session, moved))
-        await contest.turn()
-        seconds.extend(found.seconds)
-        walls.append(found.wall)
+        # Whoever moves blocks that were moved a moment ago finds them in a cache, so nobody always comes after another.
+        order.shuffle(turns)
+        for turn in turns:
+            await turn()
         on_case(case, min(1.0, max((now - started) / effort.seconds, len(walls) / MAX_ROUNDS)))
     nbytes = case.blocks(setup.layout) * setup.layout.block_bytes
     return Measured(

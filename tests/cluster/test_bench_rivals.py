@@ -108,7 +108,7 @@ async def test_a_rival_that_fails_drops_out_and_spoils_no_case(
 
 
 async def test_a_rival_that_fails_later_has_no_figure_for_that_case(stand_in: Path, place: Place) -> None:
-    rival_stand_in.install(stand_in, fault="self.reads = getattr(self, 'reads', 0) + 1; assert self.reads < 9")
+    rival_stand_in.install(stand_in, fault="self.reads = getattr(self, 'reads', 0) + 1; assert self.reads < 11")
     found, states = await measured(cases("tcp"), place, "mooncake")
     assert [bool(one.rivals) for one in found] == [True, False]
     assert states[1].reason.startswith("AssertionError")
