@@ -19,7 +19,7 @@ from protocol.layout import KVLayout
 
 COMMAND = (sys.executable, "-m", "cluster", "bench", "handoff")
 LAYOUT = KVLayout(num_layers=2, kv_heads=1, head_dim=2, block_size=16)
-PATIENCE = 60.0
+PATIENCE = 120.0
 
 
 def options(**changed: object) -> HandoffOptions:

@@ -29,7 +29,7 @@ LAYOUT = KVLayout(num_layers=2, kv_heads=2, head_dim=64, block_size=16)
 SETUP = Setup(LAYOUT, 256, TransportConfig(), seed=1)
 EFFORT = Effort(seconds=0.01, time_limit=60.0)
 PACKAGES = {"nixl": ("nixl", "nixl_cu12", "nixl_cu13"), "mooncake": ("mooncake",)}
-PATIENCE = 60.0
+PATIENCE = 120.0
 Place = tuple[str, int]
 
 
