@@ -22,6 +22,14 @@ def scheme(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(params=["shm", "tcp", pytest.param("ucx", marks=pytest.mark.ucx)])
+def wired(request: pytest.FixtureRequest) -> str:
+    """A transport whose connections begin with the hello."""
+    if request.param == "ucx":
+        need_ucx()
+    return str(request.param)
+
+
 @pytest.fixture
 async def closing() -> AsyncIterator[contextlib.AsyncExitStack]:
     async with contextlib.AsyncExitStack() as stack:

@@ -77,7 +77,8 @@ class DecodeSide:
         side = cls(pool, made.view, stage.layout.block_bytes)
         context = zmq.asyncio.Context()
         stack.callback(context.term)
-        receiver = listen(stage.scheme, "127.0.0.1", made.view, TransportConfig(ucx_tls=stage.ucx_tls))
+        config = TransportConfig(ucx_tls=stage.ucx_tls, name=str(side.me))
+        receiver = listen(stage.scheme, "127.0.0.1", made.view, config)
         stack.push_async_callback(receiver.close)
         peers = PrefillPeers(
             context,

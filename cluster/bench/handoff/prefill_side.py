@@ -166,7 +166,7 @@ class PrefillSide:
             send=self._send,
             failed=self._failed,
             closed=lambda _: self._news.set(),
-            transport=TransportConfig(ucx_tls=scene.ucx_tls),
+            transport=TransportConfig(ucx_tls=scene.ucx_tls, name=str(me)),
         )
         loops = (self._answers(), self._readers(), self._ticks())
         self._tasks = [asyncio.create_task(loop) for loop in loops]
