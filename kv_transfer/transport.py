@@ -29,6 +29,7 @@ from protocol.errors import ConfigError, TransferError, UnknownTransport
 
 TICKET_BYTES = 16
 MIN_SECRET = 16
+UCX_TLS = re.compile(r"[a-z0-9_,^\\:]{0,255}")
 MAX_NAME = 160
 NAME = re.compile(rf"[A-Za-z0-9._@-]{{1,{MAX_NAME}}}")
 """What a party of a KV connection is called: a worker's name and incarnation."""
@@ -130,6 +131,7 @@ class TransportConfig:
         checksum: a sender adds a checksum to all it sends. A receiver checks each that comes, and with this set takes
             nothing without.
         secret: what both ends of a connection must know; empty lets everybody in.
+        ucx_tls: what UCX may go by, as its own UCX_TLS says it ("tcp", "shm"); empty leaves that to UCX.
         name: of this end, told to the other and covered by the proof of the secret: a worker's name and incarnation.
 
     Raises:
@@ -142,6 +144,7 @@ class TransportConfig:
     buffer_bytes: int = 0
     checksum: bool = False
     secret: str = field(default="", repr=False)
+    ucx_tls: str = ""
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -150,6 +153,7 @@ class TransportConfig:
             ("timeout", 0.0 < self.timeout <= 3600.0, "in (0, 3600]"),
             ("max_connections", 1 <= self.max_connections <= 1 << 16, "in [1, 65536]"),
             ("buffer_bytes", 0 <= self.buffer_bytes <= 1 << 30, "in [0, 2**30]"),
+            ("ucx_tls", UCX_TLS.fullmatch(self.ucx_tls) is not None, "names parted by commas"),
         )
         for name, valid, wanted in checks:
             if not valid:

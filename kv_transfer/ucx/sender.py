@@ -51,7 +51,7 @@ class UcxSender(Sender):
         self._config = config
         self._book = ShipBook()
         self._closed = False
-        self._context = Context(*self._pool, writable=False)
+        self._context = Context(*self._pool, writable=False, tls=config.ucx_tls)
         self._destinations: dict[str, Destination] = {}
         self._thread = LoopThread("kv-ucx-send")
 
