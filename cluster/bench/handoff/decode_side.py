@@ -27,6 +27,7 @@ from kv_transfer.transport import TransportConfig
 from protocol.errors import KVFerryError
 from protocol.ids import Peer, RequestKey
 from protocol.messages import ErrorInfo, Handover
+from protocol.wire_layout import WireLayout
 
 ROUTER = Peer("bench", 0)
 
@@ -89,7 +90,7 @@ class DecodeSide:
         stack.push_async_callback(peers.close)
         imports = side._imports = Imports(
             pool,
-            stage.layout,
+            WireLayout(stage.layout),
             receiver,
             send=peers.send,
             commit=side._commit,

@@ -34,6 +34,8 @@ from protocol.sockets import Hub
 START_SECONDS = 60.0
 REQUEST_SECONDS = 30.0
 END_SECONDS = 5.0
+STAGING_BYTES = 1 << 20
+"""Both sides have one layout, so it is not used."""
 TOKEN = 1
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=2)
 
@@ -167,6 +169,7 @@ class PrefillSide:
             failed=self._failed,
             closed=lambda _: self._news.set(),
             transport=TransportConfig(ucx_tls=scene.ucx_tls, name=str(me)),
+            staging_bytes=STAGING_BYTES,
         )
         loops = (self._answers(), self._readers(), self._ticks())
         self._tasks = [asyncio.create_task(loop) for loop in loops]
