@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,8 +27,11 @@ from protocol.errors import ConfigError, TransferError, UnknownTransport
 
 TICKET_BYTES = 16
 MIN_SECRET = 16
+MAX_NAME = 160
+NAME = re.compile(rf"[A-Za-z0-9._@-]{{1,{MAX_NAME}}}")
+"""What a party of a KV connection is called: a worker's name and incarnation."""
 SCHEMES: Mapping[str, str] = MappingProxyType(
-    {"inproc": "kv_transfer.inproc", "shm": "kv_transfer.shm", "tcp": "kv_transfer.tcp", "ucx": "kv_transfer.ucx"}
+    {name: f"kv_transfer.{name}" for name in ("inproc", "shm", "tcp", "ucx", "ucxx", "nixl")}
 )
 """Module of each scheme. It is imported when first asked for, and has ``receiver`` and ``sender`` functions.
 
@@ -122,6 +126,7 @@ class TransportConfig:
         checksum: a sender adds a CRC-32 to all it sends. A receiver checks each that comes, and with this set takes
             nothing without.
         secret: what both ends of a connection must know; empty lets everybody in.
+        name: of this end, told to the other and covered by the proof of the secret: a worker's name and incarnation.
 
     Raises:
         ConfigError: a value is out of bounds; names the field and the value.
@@ -133,6 +138,7 @@ class TransportConfig:
     buffer_bytes: int = 0
     checksum: bool = False
     secret: str = field(default="", repr=False)
+    name: str = ""
 
     def __post_init__(self) -> None:
         checks = (
@@ -147,6 +153,8 @@ class TransportConfig:
         if self.secret and len(self.secret) < MIN_SECRET:
             # Its value stays out of messages, and so out of logs.
             raise ConfigError(f"secret must be empty or at least {MIN_SECRET} characters", field="secret")
+        if self.name and not NAME.fullmatch(self.name):
+            raise ConfigError(f"name must be empty or match {NAME.pattern}, got {self.name!r}", field="name")
 
 
 class Receiver(ABC):

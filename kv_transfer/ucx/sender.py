@@ -49,7 +49,7 @@ class UcxSender(Sender):
         self._book = ShipBook()
         self._closed = False
         self._context = Context(*self._pool, writable=False)
-        self._destinations: dict[str, Destination] = {}
+        self._destinations: dict[str, Destination[Parcel]] = {}
         self._thread = LoopThread("kv-ucx-send")
 
     async def ship(
@@ -95,7 +95,7 @@ class UcxSender(Sender):
             if end is not None:
                 raise end
 
-    async def _destination(self, address: str) -> Destination:
+    async def _destination(self, address: str) -> Destination[Parcel]:
         if address not in self._destinations:
             endpoint = await resolve(address)
             self._destinations.setdefault(

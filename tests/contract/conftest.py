@@ -7,18 +7,23 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+from carrier_here import need_library
 from far_process import LARGE, MANY, FarEnd, Start
 from ferry import Harbor, Quay
 from ucx_here import need_ucx
+
+from kv_transfer.carried.library import LIBRARIES
 
 MakeHarbor = Callable[..., Harbor]
 MakeQuay = Callable[..., Quay]
 
 
-@pytest.fixture(params=["inproc", "shm", "tcp", pytest.param("ucx", marks=pytest.mark.ucx)])
+@pytest.fixture(params=["inproc", "shm", "tcp", pytest.param("ucx", marks=pytest.mark.ucx), "ucxx", "nixl"])
 def scheme(request: pytest.FixtureRequest) -> str:
     if request.param == "ucx":
         need_ucx()
+    if request.param in LIBRARIES:
+        need_library(request.param)
     return str(request.param)
 
 

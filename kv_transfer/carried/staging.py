@@ -1,0 +1,86 @@
+"""The memory that a worker shares with its carrier: a few slots, each as long as the longest chunk.
+
+Life cycle of a staging: made by a worker -> attached by its carrier -> given up by both; it has no name, and ends with
+its last holder.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+SLOTS = 4
+"""Enough to gather one, move one and scatter one at the same time."""
+SLOT_BYTES = 4 << 20
+TOTAL_BYTES = SLOTS * SLOT_BYTES
+
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+Piece = tuple[int, int]
+"""``(offset, nbytes)`` in a pool."""
+
+
+class Staging:
+    """See the module.
+
+    Args:
+        descriptor: of a staging that another process has made; None makes one.
+
+    Attributes:
+        descriptor: to be shared; the caller of :meth:`close` still has the mapping.
+
+    Raises:
+        OSError: there is not enough memory.
+    """
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        if descriptor is None:
+            self.descriptor = os.memfd_create("kvferry-carrier", os.MFD_CLOEXEC)
+            os.ftruncate(self.descriptor, TOTAL_BYTES)
+        else:
+            self.descriptor = descriptor
+        self.bytes: Bytes = np.frombuffer(mmap.mmap(self.descriptor, TOTAL_BYTES), np.uint8)
+
+    def slot(self, index: int, nbytes: int) -> Bytes:
+        """The first bytes of a slot."""
+        begin = index * SLOT_BYTES
+        return self.bytes[begin : begin + nbytes]
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        os.close(self.descriptor)
+
+
+def cut(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """The same bytes in the same order, as lists that fill a slot each, but for the last."""
+    filling: list[Piece] = []
+    room = SLOT_BYTES
+    for start, length in pieces:
+        offset, left = start, length
+        while left:
+            taken = min(room, left)
+            filling.append((offset, taken))
+            offset, left, room = offset + taken, left - taken, room - taken
+            if not room:
+                yield filling
+                filling, room = [], SLOT_BYTES
+    if filling:
+        yield filling
+
+
+def gather(pool: Bytes, pieces: Sequence[Piece], slot: Bytes) -> None:
+    """Copy the pieces of a pool into a slot, one after the other."""
+    at = 0
+    for offset, nbytes in pieces:
+        slot[at : at + nbytes] = pool[offset : offset + nbytes]
+        at += nbytes
+
+
+def scatter(slot: Bytes, pool: Bytes, pieces: Sequence[Piece]) -> None:
+    """Copy a slot to the pieces of a pool, one after the other."""
+    at = 0
+    for offset, nbytes in pieces:
+        pool[offset : offset + nbytes] = slot[at : at + nbytes]
+        at += nbytes
