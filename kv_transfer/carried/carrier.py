@@ -211,4 +211,6 @@ def _spawn(scheme: str, module: str, worker: socket.socket, staging: int, *, rec
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         pass_fds=(worker.fileno(), staging),
+        # What interrupts the worker is the worker's business; it tells its carriers by hanging up.
+        start_new_session=True,
     )

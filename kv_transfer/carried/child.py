@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import socket
 import sys
 
 from kv_transfer.carried.movers import MOVERS, Mover
 from kv_transfer.carried.orders import MAX_INTRODUCTION, MAX_REASON, ORDER, Order, Report
 from kv_transfer.carried.staging import Staging
+
+LAST_SECONDS = 5
+SPINS = 50
+"""Turns without a move before it stops holding on to its core."""
+PAUSE = 50e-6
 
 
 class Carrier:
@@ -32,17 +38,16 @@ class Carrier:
         """Take orders to the end."""
         told = self._mover.release.encode()
         self._tell(Report.INTRODUCED, text=bytes([len(told)]) + told + self._mover.introduction())
+        still = 0
         while True:
-            busy = self._mover.busy
-            if select.select([self._worker], [], [], 0.0 if busy else None)[0] and not self._obey():
+            wait = None if not self._mover.busy else 0.0 if still < SPINS else PAUSE
+            if select.select([self._worker], [], [], wait)[0] and not self._obey():
                 return
+            still += 1
             if self._mover.busy:
-                moved = self._mover.turn()
-                for slot in moved:
+                for slot in self._mover.turn():
                     self._tell(Report.MOVED, slot)
-                if not moved:
-                    # The peer's carrier, or its worker, may wait for this core.
-                    os.sched_yield()
+                    still = 0
 
     def _obey(self) -> bool:
         head = self._read(ORDER.size)
@@ -91,6 +96,8 @@ def main() -> None:
         reason = f"{type(error).__name__}: {error}".encode()[:MAX_REASON]
         connection.sendall(ORDER.pack(Report.FAILED, 0, len(reason)) + reason)
     finally:
+        # A library that hangs in its end must not outlive its worker.
+        signal.alarm(LAST_SECONDS)
         if mover is not None:
             mover.close()
         sys.stderr.flush()

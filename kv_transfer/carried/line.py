@@ -170,18 +170,16 @@ class Line:
             task.cancel()
         await settled(tasks)
         self._theirs.cancel()
-        self._writer.transport.abort()
-        # Each holds the other, and this the pool.
-        carrier, self._carrier = self._carrier, None
-        if carrier is not None:
-            await carrier.close()
+        await self._end_carrier()
 
     async def _load(self, parcel: Parcel, pieces: Sequence[Piece]) -> None:
         slot = self._free_slot()
+        carrier = self._carrier
         assert slot is not None, "waited for"
-        assert self._carrier is not None, "ready"
+        if carrier is None:
+            raise self._lost or ChannelLost("the carrier is gone")
         nbytes = sum(piece[1] for piece in pieces)
-        view = self._carrier.staging.slot(slot, nbytes)
+        view = carrier.staging.slot(slot, nbytes)
         wharf = self._wharf
         crc = await self._loop.run_in_executor(
             wharf.copies, _gathered, wharf.pool, pieces, view, parcel.gate, wharf.config.checksum
@@ -192,7 +190,7 @@ class Line:
             raise self._lost
         self._moving.add(slot)
         self._untaken.add(slot)
-        self._carrier.move(slot, nbytes)
+        carrier.move(slot, nbytes)
         self._writer.write(wire.pack_chunk(Chunk(slot, nbytes, crc)))
 
     def _free_slot(self) -> int | None:
@@ -230,6 +228,8 @@ class Line:
 
     async def _prepare(self) -> None:
         wharf = self._wharf
+        if self._lost is not None:
+            return
         try:
             carrier = self._carrier = Carrier(wharf.library, self._moved, self._lose, receives=False)
             introduction = await carrier.introduced()
@@ -250,6 +250,14 @@ class Line:
             self._lose(ChannelLost("the peer closed the connection"))
         except KVFerryError as error:
             self._lose(error)
+        finally:
+            await self._end_carrier()
+
+    async def _end_carrier(self) -> None:
+        # Each holds the other, and this the pool.
+        carrier, self._carrier = self._carrier, None
+        if carrier is not None:
+            await carrier.close()
 
     def _take(self, kind: Kind, body: bytes) -> None:
         match kind:
@@ -279,6 +287,8 @@ class Line:
         if self._lost is None:
             self._lost = error
             self._news.set()
+            # The reader comes to its end by it, and ends the carrier.
+            self._writer.transport.abort()
 
 
 def _gathered(pool: Bytes, pieces: Sequence[Piece], slot: Bytes, gate: Gate, summed: bool) -> int | None:

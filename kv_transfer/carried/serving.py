@@ -175,10 +175,9 @@ class Serving:
             self._say(self._job.verdict(Kind.REFUSED, reason))
         elif self._carrier is None:
             self._carrier = Carrier(self._berth.library, self._moved.put_nowait, self._carrier_lost, receives=True)
-            self._tasks = [
-                self._loop.create_task(self._prepare(self._carrier)),
-                self._loop.create_task(self._land(self._carrier)),
-            ]
+            self._tasks = [self._loop.create_task(work(self._carrier)) for work in (self._prepare, self._land)]
+            for task in self._tasks:
+                task.add_done_callback(self._worked)
 
     def _chunk(self, chunk: Chunk) -> None:
         if self._job is None or not self._ready or chunk.slot in self._held:
@@ -261,6 +260,12 @@ class Serving:
             assert job.window is not None, "live"
             assert job.part is not None, "live"
             job.window.abandon(job.part, error)
+
+    def _worked(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # A fault of ours must cost this connection alone, and not hang it.
+            log.error("a connection of a carried transport failed", exc_info=error)
+            self._carrier_lost(ChannelLost(f"internal fault: {error}"))
 
     def _carrier_lost(self, error: KVFerryError) -> None:
         log.warning("a carrier is lost: %s", error)
