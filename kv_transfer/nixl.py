@@ -28,4 +28,9 @@ def describe() -> str:
     return NIXL.describe("quiet by staging (NIXL itself proves none), in a process of its own")
 
 
-__all__ = ["describe", "receiver", "sender"]
+def why_unusable() -> str | None:
+    """Why it cannot be used here; None when it can."""
+    return NIXL.why_unusable()
+
+
+__all__ = ["describe", "receiver", "sender", "why_unusable"]

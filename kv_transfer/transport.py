@@ -36,7 +36,7 @@ SCHEMES: Mapping[str, str] = MappingProxyType(
 """Module of each scheme. It is imported when first asked for, and has ``receiver`` and ``sender`` functions.
 
 The module of a scheme in SHARED has ``shared_sender`` instead of ``sender``. One whose addresses may be out of reach
-has ``why_unreachable``.
+has ``why_unreachable``; one that needs what may not be installed has ``why_unusable`` and ``describe``.
 """
 SHARED = frozenset({"shm"})
 """Schemes whose senders share their memory, and need its descriptor."""
@@ -305,3 +305,13 @@ def why_unreachable(address: str) -> str | None:
     """
     check: Callable[[str], str | None] | None = getattr(_module(scheme_of(address)), "why_unreachable", None)
     return None if check is None else check(address)
+
+
+def why_unusable(scheme: str) -> str | None:
+    """Why nothing can be made of the transport ``scheme`` on this machine; None when something can.
+
+    Raises:
+        UnknownTransport: no transport has that scheme; lists the known ones.
+    """
+    check: Callable[[], str | None] | None = getattr(_module(scheme), "why_unusable", None)
+    return None if check is None else check()

@@ -27,4 +27,9 @@ def describe() -> str:
     return UCXX.describe("quiet by staging, in a process of its own; no RDMA with UCX of the wheel")
 
 
-__all__ = ["describe", "receiver", "sender"]
+def why_unusable() -> str | None:
+    """Why it cannot be used here; None when it can."""
+    return UCXX.why_unusable()
+
+
+__all__ = ["describe", "receiver", "sender", "why_unusable"]

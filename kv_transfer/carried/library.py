@@ -38,6 +38,10 @@ class Library:
             raise ConfigError(f"the {self.scheme} transport is not usable: {self._missing()}", field="transport")
         return name
 
+    def why_unusable(self) -> str | None:
+        """What is missing; None where nothing is."""
+        return None if self.found() is not None else self._missing()
+
     def describe(self, proof: str) -> str:
         """One line for people: whether it is usable, what it is, and with ``proof`` what is proved and what is not."""
         name = self.found()
