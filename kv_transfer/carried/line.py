@@ -11,14 +11,14 @@ import asyncio
 import socket
 import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 
 from kv_transfer.carried import wire
 from kv_transfer.carried.carrier import Carrier
 from kv_transfer.carried.greeting import hold, party
 from kv_transfer.carried.library import Library
-from kv_transfer.carried.staging import SLOTS, Bytes, Piece, cut, gather
+from kv_transfer.carried.staging import SLOTS, Bytes, Copies, Piece, cut, gather
 from kv_transfer.carried.wire import Chunk, Kind
 from kv_transfer.gate import Gate
 from kv_transfer.hello import greet
@@ -48,7 +48,7 @@ class Wharf:
 
     library: Library
     pool: Bytes
-    copies: Executor
+    copies: Copies
     config: TransportConfig
 
 
@@ -181,8 +181,8 @@ class Line:
         nbytes = sum(piece[1] for piece in pieces)
         view = carrier.staging.slot(slot, nbytes)
         wharf = self._wharf
-        crc = await self._loop.run_in_executor(
-            wharf.copies, _gathered, wharf.pool, pieces, view, parcel.gate, wharf.config.checksum
+        crc = await wharf.copies.make(
+            nbytes, partial(_gathered, wharf.pool, pieces, view, parcel.gate, wharf.config.checksum)
         )
         if parcel.stopped.done():
             raise parcel.stopped.result()
@@ -292,7 +292,7 @@ class Line:
 
 
 def _gathered(pool: Bytes, pieces: Sequence[Piece], slot: Bytes, gate: Gate, summed: bool) -> int | None:
-    """Fill a slot, unless the ship is stopped; returns the CRC-32 where one is wanted. In a thread."""
+    """Fill a slot, unless the ship is stopped; returns the CRC-32 where one is wanted. In a thread, or short."""
     if not gate.enter():
         return None
     try:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from kv_transfer.carried.library import Library
 from kv_transfer.carried.sender import as_tcp
 from kv_transfer.carried.serving import Berth, Serving
+from kv_transfer.carried.staging import Copies
 from kv_transfer.memory import as_bytes
 from kv_transfer.tcp.address import form, resolve_bound
 from kv_transfer.tcp.tuning import tune
@@ -57,7 +57,7 @@ class CarriedReceiver(Receiver):
         self._listener.setblocking(False)
         name = self._listener.getsockname()
         self._address = library.scheme + form(name[0], name[1]).removeprefix("tcp")
-        self._copies = ThreadPoolExecutor(1, f"kv-{library.scheme}-receive-{name[1]}")
+        self._copies = Copies(f"kv-{library.scheme}-receive-{name[1]}")
         self._berth: Berth | None = Berth(library, pool, self._book, self._copies, config)
         self._tasks: set[asyncio.Task[None]] = set()
         self._accepting = asyncio.get_running_loop().create_task(self._accept())
@@ -91,7 +91,7 @@ class CarriedReceiver(Receiver):
             task.cancel()
         await settled(tasks)
         self._listener.close()
-        self._copies.shutdown()
+        self._copies.close()
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()

@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
 
 from kv_transfer.carried.library import Library
 from kv_transfer.carried.line import Line, Parcel, Wharf
-from kv_transfer.carried.staging import Bytes, Piece
+from kv_transfer.carried.staging import Bytes, Copies, Piece
 from kv_transfer.memory import as_bytes
 from kv_transfer.ships import Ship, ShipBook, check_ship
 from kv_transfer.span import Span
@@ -59,7 +58,7 @@ class CarriedSender(Sender):
         self._nbytes = self._memory.nbytes
         self._config = replace(config, streams=1)
         self._book = ShipBook()
-        self._copies = ThreadPoolExecutor(1, f"kv-{library.scheme}-send")
+        self._copies = Copies(f"kv-{library.scheme}-send")
         self._destinations: dict[str, Destination[Parcel]] = {}
         self._under_way: set[asyncio.Task[None]] = set()
 
@@ -122,5 +121,5 @@ class CarriedSender(Sender):
         self._destinations.clear()
         for destination in destinations:
             await destination.close()
-        self._copies.shutdown()
+        self._copies.close()
         self._memory = None

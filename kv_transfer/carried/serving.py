@@ -12,14 +12,14 @@ import socket
 import time
 import zlib
 from collections.abc import Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 
 from kv_transfer.carried import wire
 from kv_transfer.carried.carrier import Carrier
 from kv_transfer.carried.greeting import hold, party
 from kv_transfer.carried.library import Library
-from kv_transfer.carried.staging import Bytes, Piece, cut, scatter
+from kv_transfer.carried.staging import Bytes, Copies, Piece, cut, scatter
 from kv_transfer.carried.wire import Chunk, Kind
 from kv_transfer.gate import Gate
 from kv_transfer.hello import admit
@@ -50,7 +50,7 @@ class Berth:
     library: Library
     pool: Bytes
     book: WindowBook
-    copies: Executor
+    copies: Copies
     config: TransportConfig
 
 
@@ -226,8 +226,8 @@ class Serving:
         if berth.config.checksum and chunk.crc is None:
             self._refuse(job, "this receiver takes nothing without a checksum")
             return
-        entered, sound = await self._loop.run_in_executor(
-            berth.copies, _scattered, slot, berth.pool, pieces, job.window.gate, chunk.crc
+        entered, sound = await berth.copies.make(
+            chunk.nbytes, partial(_scattered, slot, berth.pool, pieces, job.window.gate, chunk.crc)
         )
         if not entered:
             self._refuse(job, "the window is closed")
@@ -282,7 +282,7 @@ class Serving:
 
 
 def _scattered(slot: Bytes, pool: Bytes, pieces: Sequence[Piece], gate: Gate, crc: int | None) -> tuple[bool, bool]:
-    """Copy a slot into the pool; returns whether the window was open, and whether the bytes are sound. In a thread."""
+    """Copy a slot into the pool; returns whether the window was open, and whether the bytes are sound."""
     if crc is not None and zlib.crc32(slot.data) != crc:
         return gate.is_open, False
     if not gate.enter():

@@ -6,15 +6,22 @@ its last holder.
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
+
+T = TypeVar("T")
 
 SLOTS = 4
 """Enough to gather one, move one and scatter one at the same time."""
 SLOT_BYTES = 4 << 20
+INLINE_BYTES = 256 << 10
+"""Longest chunk that the event loop copies itself: to have another thread do it costs more."""
 TOTAL_BYTES = SLOTS * SLOT_BYTES
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
@@ -51,6 +58,27 @@ class Staging:
     def close(self) -> None:
         """Close the descriptor."""
         os.close(self.descriptor)
+
+
+class Copies:
+    """Where copies are made: in a thread, but for short ones.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._thread = ThreadPoolExecutor(1, name)
+
+    async def make(self, nbytes: int, copy: Callable[[], T]) -> T:
+        """Run ``copy``, which copies ``nbytes``."""
+        if nbytes <= INLINE_BYTES:
+            return copy()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, copy)
+
+    def close(self) -> None:
+        """End the thread; nothing is to be copied any more."""
+        self._thread.shutdown()
 
 
 def cut(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
