@@ -130,7 +130,7 @@ class TransferSection(msgspec.Struct, frozen=True, kw_only=True):
         streams: connections per pair of workers.
         lease_ttl: seconds that prefill holds blocks with no sign of their reader.
         timeout: seconds without progress after which a transfer fails.
-        checksum: send a CRC-32 with the blocks, and take none without.
+        checksum: send a checksum with the blocks, and take none without.
     """
 
     transport: str = AUTO

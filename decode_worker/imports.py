@@ -135,8 +135,8 @@ class Imports:
     def _carry_out(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:
             match instruction:
-                case OpenWindow(_, ticket, blocks, generations):
-                    window = Window(ticket, blocks, generations, self._layout.block_bytes)
+                case OpenWindow(_, ticket, blocks, generations, sender):
+                    window = Window(ticket, blocks, generations, self._layout.block_bytes, sender=str(sender))
                     self._receiver.open(window, self._landed, self._broken)
                 case Send(peer, message, endpoint):
                     self._send(PrefillAddress(peer=peer, endpoint=endpoint), message)

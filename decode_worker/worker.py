@@ -111,6 +111,7 @@ class DecodeWorker:
                 timeout=self.config.transfer_timeout,
                 checksum=self.config.transfer_checksum,
                 secret=self.config.transfer_secret,
+                name=str(self.me),
             ),
         )
         resources.push_async_callback(receiver.close)

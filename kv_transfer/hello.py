@@ -6,7 +6,7 @@ compared, and neither end can be talked out of it, or into another name, by a ch
 for a stranger but the connection itself, and no length that a stranger names is above MAX_NAME.
 
 There is no I/O here. Each side is a generator: it yields bytes that are to be sent, or the number of bytes that it
-wants next and is sent them; it returns the peer's name. All fields are single bytes or strings of bytes::
+wants next and is sent them; it returns whom it has met. All fields are single bytes or strings of bytes::
 
     hello     both ways, once    magic "KVFH", scheme, lowest version, highest version, 1 if the cluster has a secret,
                                  else 0, length of the name, then the name; if there is a secret the next three follow:
@@ -40,7 +40,21 @@ CHALLENGE_MAGIC = b"KVFC"
 PROOF_MAGIC = b"KVFP"
 WELCOME_MAGIC = b"KVFW"
 
-Talk = Generator[bytes | int, bytes, str]
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """What one end knows when the hello is over.
+
+    Attributes:
+        name: of the peer.
+        key: 32 bytes that only these two ends can reckon, fresh for each connection; empty where there is no secret.
+    """
+
+    name: str
+    key: bytes
+
+
+Talk = Generator[bytes | int, bytes, Met]
 """One side of it; see the module."""
 
 
@@ -111,7 +125,8 @@ def greet(me: Party) -> Talk:
             raise AuthenticationFailed("the receiver has another secret")
         if not hmac.compare_digest(proof, _proof(me, b"receiver", *story)):
             raise AuthenticationFailed("the receiver does not know the cluster's secret")
-    return theirs.name
+        return Met(theirs.name, _proof(me, b"key", *story))
+    return Met(theirs.name, b"")
 
 
 def admit(me: Party) -> Talk:
@@ -136,7 +151,7 @@ def admit(me: Party) -> Talk:
         )
     if not me.guarded:
         yield mine
-        return theirs.name
+        return Met(theirs.name, b"")
     challenge = secrets.token_bytes(NONCE_BYTES)
     yield mine + CHALLENGE.pack(CHALLENGE_MAGIC, challenge)
     nonce, proof = _parsed(PROOF, PROOF_MAGIC, (yield PROOF.size))
@@ -145,7 +160,7 @@ def admit(me: Party) -> Talk:
         yield WELCOME.pack(WELCOME_MAGIC, False, bytes(PROOF_BYTES))
         raise AuthenticationFailed("the peer does not know the cluster's secret")
     yield WELCOME.pack(WELCOME_MAGIC, True, _proof(me, b"receiver", *story))
-    return theirs.name
+    return Met(theirs.name, _proof(me, b"key", *story))
 
 
 def _hello(me: Party) -> Generator[bytes | int, bytes, Heard]:

@@ -98,7 +98,8 @@ class InprocReceiver(Receiver):
 class InprocSender(Sender):
     """See :class:`~kv_transfer.transport.Sender`."""
 
-    def __init__(self, memory: memoryview, exchange: Exchange = PROCESS) -> None:
+    def __init__(self, memory: memoryview, name: str = "", exchange: Exchange = PROCESS) -> None:
+        self._name = name
         self._memory = as_bytes(memory, writable=False)
         self._book = ShipBook()
         self._exchange = exchange
@@ -114,7 +115,7 @@ class InprocSender(Sender):
             if spans:
                 receiver = self._exchange.find(address)
                 part = Part(ship.number, 0, 1, [(span.target, span.nbytes) for span in spans], generations)
-                window = receiver.book.find(ticket)
+                window = receiver.book.claim(ticket, self._name, len(spans), len(generations))
                 window.admit(part, started)
                 await self._deliver(ship, receiver, window, part, spans, block_bytes)
         finally:
@@ -175,6 +176,5 @@ def receiver(bind: str, memory: memoryview, config: TransportConfig) -> Receiver
 
 
 def sender(memory: memoryview, config: TransportConfig) -> Sender:
-    """A sender; nothing in ``config`` concerns this transport."""
-    del config
-    return InprocSender(memory)
+    """A sender; of ``config`` only the name concerns this transport."""
+    return InprocSender(memory, config.name)

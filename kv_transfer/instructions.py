@@ -98,12 +98,13 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class OpenWindow:
-    """Decode: let the receiver write these blocks of these generations under this ticket, and nothing else."""
+    """Decode: let ``sender`` alone write these blocks of these generations under this ticket, and nothing else."""
 
     key: RequestKey
     ticket: bytes
     blocks: tuple[int, ...]
     generations: tuple[int, ...]
+    sender: Peer
 
 
 @dataclass(frozen=True, slots=True)

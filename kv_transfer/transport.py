@@ -51,6 +51,7 @@ class Window:
         blocks: destination block ids, each once.
         generations: of each block; a span for another generation is refused.
         block_bytes: bytes of one block; block ``b`` lies at ``b * block_bytes`` of the memory.
+        sender: name of the only one who may show the ticket; empty lets any do it who passes the hello.
 
     Raises:
         ConfigError: a value is out of bounds; names the field and the value.
@@ -60,6 +61,7 @@ class Window:
     blocks: tuple[int, ...]
     generations: tuple[int, ...]
     block_bytes: int
+    sender: str = ""
 
     def __post_init__(self) -> None:
         if len(self.ticket) != TICKET_BYTES:
@@ -123,7 +125,7 @@ class TransportConfig:
         max_connections: a receiver turns further peers away.
         buffer_bytes: socket buffer that is asked of the kernel. 0 leaves it to the kernel's tuning, which grows it to
             megabytes; a size of one's own ends the tuning and is capped by ``net.core.rmem_max``.
-        checksum: a sender adds a CRC-32 to all it sends. A receiver checks each that comes, and with this set takes
+        checksum: a sender adds a checksum to all it sends. A receiver checks each that comes, and with this set takes
             nothing without.
         secret: what both ends of a connection must know; empty lets everybody in.
         name: of this end, told to the other and covered by the proof of the secret: a worker's name and incarnation.
@@ -224,7 +226,7 @@ class Sender(ABC):
             generations: ``(destination block, generation)`` pairs.
 
         Raises:
-            TicketRejected: the receiver does not know the ticket, or a block or generation is not the window's;
+            TicketRejected: the receiver does not know the ticket from this sender, or the blocks are not the window's;
                 where that is known before the first byte, nothing was written.
             ChannelLost: nobody there, connection lost, no progress for ``timeout`` seconds, aborted, or closed.
             IntegrityMismatch: the spans lie outside the memory, or are not the named blocks; or the bytes that arrived

@@ -180,6 +180,25 @@ class WindowBook:
         self._blocks.update(window.blocks)
         self._windows[window.ticket] = OpenWindow(window, on_landed, on_broken)
 
+    def claim(self, ticket: bytes, sender: str, spans: int, blocks: int) -> OpenWindow:
+        """The open window that ``sender`` may write a part of so many spans and blocks through.
+
+        A transport asks this as soon as it knows the numbers, before it makes room for anything that they count.
+
+        Raises:
+            TicketRejected: there is none, it is another sender's, or it has fewer blocks.
+        """
+        found = self.find(ticket)
+        window = found.window
+        if window.sender and window.sender != sender:
+            raise TicketRejected(
+                f"the ticket is {window.sender}'s, it is shown by {sender or 'somebody without a name'}"
+            )
+        if not spans <= blocks <= len(window.blocks):
+            counts = f"{spans} spans and {blocks} blocks"
+            raise TicketRejected(f"{counts} are more than the window's {len(window.blocks)} blocks")
+        return found
+
     def find(self, ticket: bytes) -> OpenWindow:
         """The open window of ``ticket``.
 

@@ -120,6 +120,7 @@ class PrefillWorker:
                 timeout=self.config.transfer_timeout,
                 checksum=self.config.transfer_checksum,
                 secret=self.config.transfer_secret,
+                name=str(self.me),
             ),
         )
         resources.push_async_callback(self._exports.close)

@@ -9,6 +9,6 @@ connection.
 
 ``carrier`` is a worker's hold on its carrier, ``child`` what runs there, with ``movers`` for each library; ``orders``
 holds the bytes between the two and ``staging`` the slots. ``wire`` holds the bytes of the TCP connection beside,
-``greeting`` begins it, ``line`` and ``serving`` are the two sides' conversations on it, and ``sender`` and ``receiver``
-face the caller. ``library`` tells which libraries there are.
+``line`` and ``serving`` are the two sides' conversations on it, and ``sender`` and ``receiver`` face the caller.
+``library`` tells which libraries there are.
 """

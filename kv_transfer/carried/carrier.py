@@ -90,13 +90,17 @@ class Carrier:
         """
         return await self._within(self._introduced)
 
-    async def connect(self, peer: bytes) -> None:
+    async def connect(self, peer: bytes, key: bytes) -> None:
         """Have it reach the peer's carrier.
+
+        Args:
+            peer: what that has said of itself.
+            key: that only the two ends know; empty where the cluster has no secret.
 
         Raises:
             ChannelLost: it is lost, or takes too long.
         """
-        self._tell(Order.CONNECT, text=peer)
+        self._tell(Order.CONNECT, len(key), text=key + peer)
         await self._within(self._connected)
 
     def move(self, slot: int, nbytes: int) -> None:

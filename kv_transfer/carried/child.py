@@ -59,7 +59,7 @@ class Carrier:
                 peer = self._read(length)
                 if peer is None:
                     return False
-                self._mover.connect(peer)
+                self._mover.connect(peer[slot:], peer[:slot])
                 self._tell(Report.CONNECTED)
             case Order.MOVE:
                 self._mover.move(slot, length)

@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from kv_transfer.carried import wire
 from kv_transfer.carried.carrier import Carrier
-from kv_transfer.carried.greeting import hold, party
 from kv_transfer.carried.library import Library
-from kv_transfer.carried.staging import SLOTS, Bytes, Copies, Piece, cut, gather
+from kv_transfer.carried.staging import SLOTS, Bytes, Copies, Piece, Sums, cut, gather, take_in
 from kv_transfer.carried.wire import Chunk, Kind
+from kv_transfer.checksum import Checksum
 from kv_transfer.gate import Gate
 from kv_transfer.hello import greet
 from kv_transfer.tcp.address import Endpoint
 from kv_transfer.tcp.tuning import tune
 from kv_transfer.transport import TransportConfig
+from kv_transfer.ucx.handshake import held
 from kv_transfer.ucx.loop_thread import settled, streams
 from kv_transfer.windows import Part
 from protocol.errors import ChannelLost, IntegrityMismatch, KVFerryError, TicketRejected, TransferError
@@ -81,8 +81,9 @@ class Parcel:
 class Line:
     """A connection as its sender has it; made by :meth:`open`."""
 
-    def __init__(self, wharf: Wharf, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, wharf: Wharf, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes) -> None:
         self._wharf = wharf
+        self._key = key
         self._reader = reader
         self._writer = writer
         self._loop = asyncio.get_running_loop()
@@ -113,8 +114,8 @@ class Line:
         try:
             async with asyncio.timeout(config.timeout):
                 reader, writer = await streams(await _connected(endpoint, config))
-                await hold(greet(party(wharf.library.scheme, config)), reader, writer)
-            return cls(wharf, reader, writer)
+                met = await held(greet(wire.party(wharf.library.scheme, config)), reader, writer)
+            return cls(wharf, reader, writer, met.key)
         except BaseException as error:
             if writer is not None:
                 writer.transport.abort()
@@ -136,14 +137,14 @@ class Line:
             TicketRejected, IntegrityMismatch, ChannelLost: see :meth:`~kv_transfer.transport.Sender.ship`.
         """
         parcel.stopped.add_done_callback(lambda _: self._news.set())
-        self._announce(parcel)
+        sums = self._announce(parcel)
         try:
             await self._until(parcel, lambda: self._ready)
             for pieces in cut(parcel.pieces):
                 await self._until(parcel, lambda: self._free_slot() is not None)
                 if self._verdict is not None:
                     break
-                await self._load(parcel, pieces)
+                await self._load(parcel, pieces, sums)
             await self._until(parcel, lambda: False)
         except BaseException:
             self._writer.write(wire.pack(Kind.WITHDRAW))
@@ -155,12 +156,15 @@ class Line:
             await self._drain()
             raise REFUSALS[kind](reason)
 
-    def _announce(self, parcel: Parcel) -> None:
+    def _announce(self, parcel: Parcel) -> Sums | None:
         self._verdict, self._awaited = None, (parcel.part.ship, parcel.part.index)
         self._heard_at = self._loop.time()
-        self._writer.write(wire.pack_part(parcel.ticket, parcel.part))
+        summed = self._wharf.config.checksum
+        announcement = wire.pack_part(parcel.ticket, parcel.part, summed=summed)
+        self._writer.write(wire.pack(Kind.PART, announcement))
         if self._preparing is None:
             self._preparing = self._loop.create_task(self._prepare())
+        return Sums(announcement) if summed else None
 
     async def close(self) -> None:
         """End the connection and the carrier."""
@@ -172,7 +176,7 @@ class Line:
         self._theirs.cancel()
         await self._end_carrier()
 
-    async def _load(self, parcel: Parcel, pieces: Sequence[Piece]) -> None:
+    async def _load(self, parcel: Parcel, pieces: Sequence[Piece], sums: Sums | None) -> None:
         slot = self._free_slot()
         carrier = self._carrier
         assert slot is not None, "waited for"
@@ -181,8 +185,8 @@ class Line:
         nbytes = sum(piece[1] for piece in pieces)
         view = carrier.staging.slot(slot, nbytes)
         wharf = self._wharf
-        crc = await wharf.copies.make(
-            nbytes, partial(_gathered, wharf.pool, pieces, view, parcel.gate, wharf.config.checksum)
+        total = await wharf.copies.make(
+            nbytes, partial(_gathered, wharf.pool, pieces, view, parcel.gate, sums.next() if sums else None)
         )
         if parcel.stopped.done():
             raise parcel.stopped.result()
@@ -191,7 +195,7 @@ class Line:
         self._moving.add(slot)
         self._untaken.add(slot)
         carrier.move(slot, nbytes)
-        self._writer.write(wire.pack_chunk(Chunk(slot, nbytes, crc)))
+        self._writer.write(wire.pack_chunk(Chunk(slot, nbytes, total or b"")))
 
     def _free_slot(self) -> int | None:
         held = self._moving | self._untaken
@@ -234,7 +238,7 @@ class Line:
             carrier = self._carrier = Carrier(wharf.library, self._moved, self._lose, receives=False)
             introduction = await carrier.introduced()
             self._writer.write(wire.pack_introduction(carrier.release, introduction))
-            await carrier.connect(wire.parse_introduction(await self._theirs, carrier.release))
+            await carrier.connect(wire.parse_introduction(await self._theirs, carrier.release), self._key)
         except KVFerryError as error:
             self._lose(error)
 
@@ -291,15 +295,15 @@ class Line:
             self._writer.transport.abort()
 
 
-def _gathered(pool: Bytes, pieces: Sequence[Piece], slot: Bytes, gate: Gate, summed: bool) -> int | None:
-    """Fill a slot, unless the ship is stopped; returns the CRC-32 where one is wanted. In a thread, or short."""
+def _gathered(pool: Bytes, pieces: Sequence[Piece], slot: Bytes, gate: Gate, checksum: Checksum | None) -> bytes | None:
+    """Fill a slot, unless the ship is stopped; returns the checksum where one is wanted. In a thread, or short."""
     if not gate.enter():
         return None
     try:
         gather(pool, pieces, slot)
+        return take_in(checksum, pool, pieces) if checksum is not None else None
     finally:
         gate.leave()
-    return zlib.crc32(slot.data) if summed else None
 
 
 async def _connected(endpoint: Endpoint, config: TransportConfig) -> socket.socket:

@@ -19,6 +19,7 @@ import numpy as np
 from kv_transfer.carried.staging import SLOT_BYTES, TOTAL_BYTES, Staging
 from protocol.errors import ChannelLost
 
+MAX_TAG = (1 << 64) - 1
 BASE = struct.Struct("!Q")
 
 
@@ -36,8 +37,8 @@ class Mover(ABC):
         """What the peer's mover must know."""
 
     @abstractmethod
-    def connect(self, peer: bytes) -> None:
-        """Reach the peer that introduces itself so."""
+    def connect(self, peer: bytes, key: bytes) -> None:
+        """Reach the peer that introduces itself so, and shares the key."""
 
     @abstractmethod
     def move(self, slot: int, nbytes: int) -> None:
@@ -90,7 +91,7 @@ class NixlMover(Mover):
         metadata_of_agent: bytes = self._agent.get_agent_metadata()
         return BASE.pack(self._base) + metadata_of_agent
 
-    def connect(self, peer: bytes) -> None:
+    def connect(self, peer: bytes, key: bytes) -> None:
         """The reader needs to know what it reads; what is read needs nothing."""
         if self._receives:
             (self._peer_base,) = BASE.unpack(peer[: BASE.size])
@@ -163,7 +164,7 @@ class UcxxMover(Mover):
         self._loop = asyncio.new_event_loop()
         self._endpoint: Any = None
         self._moves: dict[int, asyncio.Task[None]] = {}
-        self._count = 0
+        self._tag = 0
         # It polls in the loop, which turns only while there is something to move.
         how = {"progress_mode": "polling"} if module == "ucxx" else {"blocking_progress_mode": False}
         self._loop.run_until_complete(self._start(how))
@@ -179,8 +180,12 @@ class UcxxMover(Mover):
     async def _address(self) -> bytes:
         return bytes(self._library.get_worker_address())
 
-    def connect(self, peer: bytes) -> None:
-        """The sender's end makes an endpoint; the receiver's takes what comes to its worker."""
+    def connect(self, peer: bytes, key: bytes) -> None:
+        """The sender's end makes an endpoint; the receiver's takes what comes to its worker.
+
+        UCX takes messages from anybody who reaches that, so the first tag is one that a stranger cannot guess.
+        """
+        self._tag = int.from_bytes(key[:8])
         if not self._receives:
             self._loop.run_until_complete(self._reach(peer))
 
@@ -190,8 +195,8 @@ class UcxxMover(Mover):
 
     def move(self, slot: int, nbytes: int) -> None:
         """Begin a message; both ends count them, and the count is the tag."""
-        self._count += 1
-        self._moves[slot] = self._loop.create_task(self._message(self._staging.slot(slot, nbytes), self._count))
+        self._tag = (self._tag + 1) & MAX_TAG
+        self._moves[slot] = self._loop.create_task(self._message(self._staging.slot(slot, nbytes), self._tag))
 
     async def _message(self, view: np.ndarray[tuple[int], np.dtype[np.uint8]], tag: int) -> None:
         if self._receives:

@@ -2,7 +2,8 @@
 
 ::
 
-    order     to the carrier     kind, slot, length; with CONNECT that many bytes follow: the peer's introduction
+    order     to the carrier     kind, slot, length; with CONNECT that many bytes follow: a key, as long as the slot's
+                                 number says, and the peer's introduction
     report    to the worker      kind, slot, length; with INTRODUCED and FAILED that many bytes follow
 """
 

@@ -10,20 +10,20 @@ import asyncio
 import logging
 import socket
 import time
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from kv_transfer.carried import wire
 from kv_transfer.carried.carrier import Carrier
-from kv_transfer.carried.greeting import hold, party
 from kv_transfer.carried.library import Library
-from kv_transfer.carried.staging import Bytes, Copies, Piece, cut, scatter
+from kv_transfer.carried.staging import Bytes, Copies, Piece, Sums, cut, scatter, take_in
 from kv_transfer.carried.wire import Chunk, Kind
+from kv_transfer.checksum import Checksum
 from kv_transfer.gate import Gate
-from kv_transfer.hello import admit
+from kv_transfer.hello import Met, admit
 from kv_transfer.transport import TransportConfig
+from kv_transfer.ucx.handshake import held
 from kv_transfer.ucx.loop_thread import settled, streams
 from kv_transfer.windows import OpenWindow, Part, WindowBook
 from protocol.errors import ChannelLost, IntegrityMismatch, KVFerryError, MalformedFrame, TicketRejected, TransferError
@@ -57,10 +57,13 @@ class Berth:
 class _Job:
     """One part: while it is live its chunks go into the window."""
 
-    __slots__ = ("chunks", "index", "left", "live", "part", "ship", "window")
+    __slots__ = ("chunks", "index", "left", "live", "part", "ship", "sums", "window")
 
-    def __init__(self, head: wire.PartHead, admitted: tuple[OpenWindow, Part] | None) -> None:
+    def __init__(
+        self, head: wire.PartHead, admitted: tuple[OpenWindow, Part] | None = None, sums: Sums | None = None
+    ) -> None:
         self.ship, self.index = head.ship, head.index
+        self.sums = sums
         self.live = admitted is not None
         self.window: OpenWindow | None = None
         self.part: Part | None = None
@@ -95,6 +98,7 @@ class Serving:
         self._berth = berth
         self._connection = connection
         self._loop = asyncio.get_running_loop()
+        self._met = Met("", b"")
         self._writer: asyncio.StreamWriter | None = None
         self._carrier: Carrier | None = None
         self._theirs: asyncio.Future[bytes] = self._loop.create_future()
@@ -109,7 +113,8 @@ class Serving:
         try:
             reader, self._writer = await streams(self._connection)
             async with asyncio.timeout(self._berth.config.timeout):
-                await hold(admit(party(self._berth.library.scheme, self._berth.config)), reader, self._writer)
+                party = wire.party(self._berth.library.scheme, self._berth.config)
+                self._met = await held(admit(party), reader, self._writer)
             while True:
                 kind, length = await wire.read_head(reader, EXPECTED)
                 await self._take(kind, length, reader)
@@ -156,24 +161,25 @@ class Serving:
         head = await wire.read_part_head(reader, length)
         if self._held or (self._job is not None and self._job.live):
             raise MalformedFrame("a part before the end of another")
-        admitted = None
-        reason = ""
         try:
-            window = self._berth.book.find(head.ticket)
+            window = self._berth.book.claim(head.ticket, self._met.name, head.spans, head.blocks)
+            if self._berth.config.checksum and not head.summed:
+                raise TicketRejected("the receiver takes nothing without a checksum")
         except TicketRejected as refusal:
+            self._job = _Job(head)
+            self._say(self._job.verdict(Kind.REFUSED, refusal.message))
             await wire.skip(reader, head.table_bytes)
-            reason = refusal.message
-        else:
-            part = await wire.read_tables(reader, head)
-            try:
-                window.admit(part, time.monotonic())
-                admitted = (window, part)
-            except TicketRejected as refusal:
-                reason = refusal.message
-        self._job = _Job(head, admitted)
-        if admitted is None:
-            self._say(self._job.verdict(Kind.REFUSED, reason))
-        elif self._carrier is None:
+            return
+        tables = await reader.readexactly(head.table_bytes)
+        part = wire.parse_tables(head, tables)
+        try:
+            window.admit(part, time.monotonic())
+        except TicketRejected as refusal:
+            self._job = _Job(head)
+            self._say(self._job.verdict(Kind.REFUSED, refusal.message))
+            return
+        self._job = _Job(head, (window, part), Sums(head.raw + tables) if head.summed else None)
+        if self._carrier is None:
             self._carrier = Carrier(self._berth.library, self._moved.put_nowait, self._carrier_lost, receives=True)
             self._tasks = [self._loop.create_task(work(self._carrier)) for work in (self._prepare, self._land)]
             for task in self._tasks:
@@ -202,7 +208,7 @@ class Serving:
     async def _start(self, carrier: Carrier) -> None:
         introduction = await carrier.introduced()
         self._say(wire.pack_introduction(carrier.release, introduction))
-        await carrier.connect(wire.parse_introduction(await self._theirs, carrier.release))
+        await carrier.connect(wire.parse_introduction(await self._theirs, carrier.release), self._met.key)
         self._ready = True
         self._say(wire.pack(Kind.READY))
 
@@ -223,16 +229,14 @@ class Serving:
     async def _copy(self, job: _Job, chunk: Chunk, slot: Bytes, pieces: Sequence[Piece]) -> None:
         assert job.window is not None, "live"
         berth = self._berth
-        if berth.config.checksum and chunk.crc is None:
-            self._refuse(job, "this receiver takes nothing without a checksum")
-            return
-        entered, sound = await berth.copies.make(
-            chunk.nbytes, partial(_scattered, slot, berth.pool, pieces, job.window.gate, chunk.crc)
+        checksum = job.sums.next() if job.sums is not None else None
+        entered, total = await berth.copies.make(
+            chunk.nbytes, partial(_scattered, slot, berth.pool, pieces, job.window.gate, checksum)
         )
         if not entered:
             self._refuse(job, "the window is closed")
-        elif not sound and job.live:
-            reason = "the bytes that arrived are not those that were sent"
+        elif total is not None and total != chunk.total and job.live:
+            reason = f"part {job.index} of ship {job.ship:x} has not the checksum that it was sent with"
             self._abandon(job, IntegrityMismatch(reason))
             self._say(job.verdict(Kind.DAMAGED, reason))
 
@@ -281,14 +285,17 @@ class Serving:
         self._writer.write(message)
 
 
-def _scattered(slot: Bytes, pool: Bytes, pieces: Sequence[Piece], gate: Gate, crc: int | None) -> tuple[bool, bool]:
-    """Copy a slot into the pool; returns whether the window was open, and whether the bytes are sound."""
-    if crc is not None and zlib.crc32(slot.data) != crc:
-        return gate.is_open, False
+def _scattered(
+    slot: Bytes, pool: Bytes, pieces: Sequence[Piece], gate: Gate, checksum: Checksum | None
+) -> tuple[bool, bytes | None]:
+    """Copy a slot into the pool; returns whether the window was open, and the checksum where one is wanted.
+
+    In a thread, or short.
+    """
     if not gate.enter():
-        return False, True
+        return False, None
     try:
         scatter(slot, pool, pieces)
+        return True, take_in(checksum, pool, pieces) if checksum is not None else None
     finally:
         gate.leave()
-    return True, True

@@ -15,6 +15,8 @@ from typing import TypeVar
 
 import numpy as np
 
+from kv_transfer.checksum import Checksum
+
 T = TypeVar("T")
 
 SLOTS = 4
@@ -96,6 +98,30 @@ def cut(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
                 filling, room = [], SLOT_BYTES
     if filling:
         yield filling
+
+
+class Sums:
+    """Checksums of a part's chunks, one after the other; either end reckons them from its own pool.
+
+    Args:
+        announcement: of the part.
+    """
+
+    def __init__(self, announcement: bytes) -> None:
+        self._first = Checksum(announcement).digest()
+        self._count = 0
+
+    def next(self) -> Checksum:
+        """That of the next chunk, which has taken in all but the bytes."""
+        self._count += 1
+        return Checksum(self._first + self._count.to_bytes(8))
+
+
+def take_in(checksum: Checksum, pool: Bytes, pieces: Sequence[Piece]) -> bytes:
+    """The checksum with the pieces of a pool."""
+    for offset, nbytes in pieces:
+        checksum.update(pool.data[offset : offset + nbytes])
+    return checksum.digest()
 
 
 def gather(pool: Bytes, pieces: Sequence[Piece], slot: Bytes) -> None:

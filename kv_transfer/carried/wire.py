@@ -2,9 +2,9 @@
 
 After the hello of :mod:`kv_transfer.hello` both ways messages, each with magic "KC", kind and length of what follows::
 
-    PART          to the receiver    ticket, ship, part, parts, spans, blocks,
+    PART          to the receiver    ticket, ship, part, parts, spans, blocks, 1 if its chunks are summed, else 0,
                                      then the span table (target, nbytes), the block table (block, generation)
-    CHUNK         to the receiver    slot, nbytes, 1 if summed, else 0, CRC-32 of the bytes
+    CHUNK         to the receiver    slot, nbytes, checksum; zeros if not summed
     WITHDRAW      to the receiver    nothing: the part that was announced last is given up
     INTRODUCTION  both ways, once    length of the release, then that, then what the carrier must know
     READY         to the sender      nothing, once: the receiver's carrier takes chunks
@@ -27,10 +27,13 @@ from enum import IntEnum
 
 from kv_transfer.carried.orders import MAX_INTRODUCTION
 from kv_transfer.carried.staging import SLOT_BYTES, SLOTS
+from kv_transfer.hello import Party
+from kv_transfer.transport import TransportConfig
 from kv_transfer.windows import Part
 from protocol.errors import MalformedFrame, VersionMismatch
 
-VERSIONS = (1, 1)
+LOWEST_VERSION = 1
+HIGHEST_VERSION = 1
 MAX_SPANS = 1 << 16
 MAX_BLOCKS = 1 << 16
 MAX_PARTS = 1 << 12
@@ -39,13 +42,18 @@ MAX_RELEASE = 255
 
 MAGIC = b"KC"
 HEAD = struct.Struct("!2sBI")
-PART = struct.Struct("!16sQHHII")
+PART = struct.Struct("!16sQHHIIB")
 SPAN = struct.Struct("!QQ")
 BLOCK = struct.Struct("!IQ")
-CHUNK = struct.Struct("!BIBI")
+CHUNK = struct.Struct("!BI8s")
 SLOT = struct.Struct("!B")
 VERDICT = struct.Struct("!QH")
 SKIP_BYTES = 64 << 10
+
+
+def party(scheme: str, config: TransportConfig) -> Party:
+    """This end, as it introduces itself in the hello."""
+    return Party(scheme, (LOWEST_VERSION, HIGHEST_VERSION), config)
 
 
 class Kind(IntEnum):
@@ -85,6 +93,8 @@ class PartHead:
         ticket: of the window.
         ship, index, count: which part of which ship.
         spans, blocks: entries of the two tables.
+        summed: whether its chunks come with checksums.
+        raw: its bytes.
     """
 
     ticket: bytes
@@ -93,6 +103,8 @@ class PartHead:
     count: int
     spans: int
     blocks: int
+    summed: bool
+    raw: bytes
 
     @property
     def table_bytes(self) -> int:
@@ -107,12 +119,12 @@ class Chunk:
     Attributes:
         slot: which; at the receiver the same one.
         nbytes: of them.
-        crc: CRC-32; None where the sender has reckoned none.
+        total: checksum of the part's announcement, the chunk's number and its bytes; zeros where the part has none.
     """
 
     slot: int
     nbytes: int
-    crc: int | None
+    total: bytes
 
 
 def pack(kind: Kind, body: bytes = b"") -> bytes:
@@ -135,11 +147,11 @@ async def read_head(reader: asyncio.StreamReader, expected: frozenset[Kind]) -> 
     return Kind(kind), length
 
 
-def pack_part(ticket: bytes, part: Part) -> bytes:
-    """What will come and where it belongs."""
-    head = PART.pack(ticket, part.ship, part.index, part.count, len(part.targets), len(part.generations))
+def pack_part(ticket: bytes, part: Part, *, summed: bool = False) -> bytes:
+    """The body of a PART: what will come and where it belongs."""
+    head = PART.pack(ticket, part.ship, part.index, part.count, len(part.targets), len(part.generations), summed)
     spans = [SPAN.pack(*target) for target in part.targets]
-    return pack(Kind.PART, b"".join([head, *spans, *[BLOCK.pack(*named) for named in part.generations]]))
+    return b"".join([head, *spans, *[BLOCK.pack(*named) for named in part.generations]])
 
 
 async def read_part_head(reader: asyncio.StreamReader, length: int) -> PartHead:
@@ -148,12 +160,15 @@ async def read_part_head(reader: asyncio.StreamReader, length: int) -> PartHead:
     Raises:
         MalformedFrame: it breaks a bound; names the field and the value.
     """
-    head = PartHead(*PART.unpack(await reader.readexactly(PART.size)))
+    raw = await reader.readexactly(PART.size)
+    ticket, ship, index, count, spans, blocks, summed = PART.unpack(raw)
+    head = PartHead(ticket, ship, index, count, spans, blocks, bool(summed), raw)
     checks = (
         ("parts", head.count, 1 <= head.count <= MAX_PARTS),
         ("part", head.index, head.index < head.count),
         ("spans", head.spans, 1 <= head.spans <= MAX_SPANS),
         ("blocks", head.blocks, 1 <= head.blocks <= MAX_BLOCKS),
+        ("summed", summed, summed <= 1),
         ("length", length, length == PART.size + head.table_bytes),
     )
     for name, value, valid in checks:
@@ -162,14 +177,15 @@ async def read_part_head(reader: asyncio.StreamReader, length: int) -> PartHead:
     return head
 
 
-async def read_tables(reader: asyncio.StreamReader, head: PartHead) -> Part:
+def parse_tables(head: PartHead, tables: bytes) -> Part:
     """The part that an announcement tells of.
 
     Raises:
         MalformedFrame: a span has no bytes.
     """
-    targets = list(SPAN.iter_unpack(await reader.readexactly(head.spans * SPAN.size)))
-    named = list(BLOCK.iter_unpack(await reader.readexactly(head.blocks * BLOCK.size)))
+    split = head.spans * SPAN.size
+    targets = list(SPAN.iter_unpack(tables[:split]))
+    named = list(BLOCK.iter_unpack(tables[split:]))
     if not all(nbytes for _, nbytes in targets):
         raise MalformedFrame("a span has no bytes", field="nbytes")
     return Part(head.ship, head.index, head.count, targets, named)
@@ -184,7 +200,7 @@ async def skip(reader: asyncio.StreamReader, nbytes: int) -> None:
 
 def pack_chunk(chunk: Chunk) -> bytes:
     """A chunk lies ready."""
-    return pack(Kind.CHUNK, CHUNK.pack(chunk.slot, chunk.nbytes, chunk.crc is not None, chunk.crc or 0))
+    return pack(Kind.CHUNK, CHUNK.pack(chunk.slot, chunk.nbytes, chunk.total))
 
 
 def parse_chunk(body: bytes) -> Chunk:
@@ -193,16 +209,15 @@ def parse_chunk(body: bytes) -> Chunk:
     Raises:
         MalformedFrame: it breaks a bound; names the field and the value.
     """
-    slot, nbytes, summed, crc = CHUNK.unpack(body)
+    slot, nbytes, total = CHUNK.unpack(body)
     checks = (
         ("slot", slot, slot < SLOTS),
         ("nbytes", nbytes, 1 <= nbytes <= SLOT_BYTES),
-        ("summed", summed, summed <= 1),
     )
     for name, value, valid in checks:
         if not valid:
             raise MalformedFrame(f"{name} is out of bounds: {value}", field=name)
-    return Chunk(slot, nbytes, crc if summed else None)
+    return Chunk(slot, nbytes, total)
 
 
 def pack_taken(slot: int) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kv_transfer.checksum import Checksum
 from kv_transfer.gate import Gate
 from kv_transfer.span import Span
 from kv_transfer.tcp import wire
@@ -29,7 +30,7 @@ def deliver(
         payload: its bytes, in the order of the part's targets.
         gate: of the ship; shutting it stops the reading of the payload.
         timeout: seconds without progress.
-        checksum: send a CRC after the payload.
+        checksum: send one after the payload.
 
     Returns:
         None, or a TicketRejected or IntegrityMismatch that leaves the connection in step.
@@ -40,10 +41,10 @@ def deliver(
         MalformedFrame: the answer is none.
     """
     frame = memoryview(wire.pack_frame(ticket, part, summed=checksum))
-    body = Cursor([frame, *payload], 0 if checksum else None)
+    body = Cursor([frame, *payload], Checksum() if checksum else None)
     sent = yield Write(body, gate=gate, timeout=timeout, heed=True)
-    if sent and body.crc is not None:
-        tail = Cursor([memoryview(wire.CRC.pack(body.crc))])
+    if sent and body.checksum is not None:
+        tail = Cursor([memoryview(body.checksum.digest())])
         sent = yield Write(tail, timeout=timeout, heed=True)
     if not gate.is_open:
         raise ChannelLost("the ship was stopped")

@@ -27,6 +27,24 @@ def scheme(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(params=["shm", "tcp", pytest.param("ucx", marks=pytest.mark.ucx)])
+def wired(request: pytest.FixtureRequest) -> str:
+    """A transport whose connections begin with the hello."""
+    if request.param == "ucx":
+        need_ucx()
+    return str(request.param)
+
+
+@pytest.fixture(params=["shm", "tcp", pytest.param("ucx", marks=pytest.mark.ucx), "ucxx", "nixl"])
+def greeted(request: pytest.FixtureRequest) -> str:
+    """As ``wired``, with the transports of the optional libraries."""
+    if request.param == "ucx":
+        need_ucx()
+    if request.param in LIBRARIES:
+        need_library(request.param)
+    return str(request.param)
+
+
 @pytest.fixture
 async def closing() -> AsyncIterator[contextlib.AsyncExitStack]:
     async with contextlib.AsyncExitStack() as stack:

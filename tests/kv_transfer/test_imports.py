@@ -84,7 +84,7 @@ def book() -> ImportBook:
 class TestImporting:
     def test_opening_grants_what_is_reserved(self, book: ImportBook) -> None:
         assert opened(book) == [
-            OpenWindow(KEY, TICKET, (21, 22, 23), (121, 122, 123)),
+            OpenWindow(KEY, TICKET, (21, 22, 23), (121, 122, 123), PREFILL.peer),
             Send(
                 PREFILL.peer,
                 Grant(
