@@ -188,27 +188,33 @@ class WindowBook:
         Raises:
             TicketRejected: there is none, it is another sender's, or it has fewer blocks.
         """
-        found = self.find(ticket)
-        window = found.window
-        if window.sender and window.sender != sender:
-            raise TicketRejected(
-                f"the ticket is {window.sender}'s, it is shown by {sender or 'somebody without a name'}"
-            )
-        if not spans <= blocks <= len(window.blocks):
+        found = self.find(ticket, sender)
+        if not spans <= blocks <= len(found.window.blocks):
             counts = f"{spans} spans and {blocks} blocks"
-            raise TicketRejected(f"{counts} are more than the window's {len(window.blocks)} blocks")
+            raise TicketRejected(f"{counts} are more than the window's {len(found.window.blocks)} blocks")
         return found
 
-    def find(self, ticket: bytes) -> OpenWindow:
-        """The open window of ``ticket``.
+    def find(self, ticket: bytes, sender: str = "") -> OpenWindow:
+        """The open window of ``ticket``, which ``sender`` shows.
 
         Raises:
-            TicketRejected: there is none.
+            TicketRejected: there is none, or it is another sender's.
         """
         found = self._windows.get(ticket)
         if found is None or not found.gate.is_open:
             raise TicketRejected("unknown or closed ticket")
+        owner = found.window.sender
+        if owner and owner != sender:
+            raise TicketRejected(f"the ticket is {owner}'s, it is shown by {sender or 'somebody without a name'}")
         return found
+
+    def shut_now(self, ticket: bytes) -> bool:
+        """Let nobody more write through the ticket's window; somebody may still. False when it is not open."""
+        found = self._windows.get(ticket)
+        if found is None or not found.gate.is_open:
+            return False
+        found.gate.shut_now()
+        return True
 
     def tickets(self) -> tuple[bytes, ...]:
         """Tickets of every window that is not yet forgotten."""

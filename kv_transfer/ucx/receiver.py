@@ -22,7 +22,7 @@ from kv_transfer.ucx.library import Context
 from kv_transfer.ucx.loop_thread import LoopThread, settled
 from kv_transfer.ucx.serving import Berth, Moves, Serving
 from kv_transfer.windows import WindowBook
-from protocol.errors import ChannelLost, ConfigError, TicketRejected
+from protocol.errors import ChannelLost, ConfigError
 
 BACKLOG = 512
 ACCEPT_PAUSE = 0.25
@@ -78,11 +78,7 @@ class UcxReceiver(Receiver):
 
     async def close_window(self, ticket: bytes) -> None:
         """See :meth:`Receiver.close_window`."""
-        try:
-            self._book.find(ticket).gate.shut_now()
-        except TicketRejected:
-            pass
-        else:
+        if self._book.shut_now(ticket):
             stopped = self._moves.stop(ticket)
             self._thread.post(partial(_kick, stopped))
         await self._book.close(ticket)
