@@ -47,6 +47,7 @@ from protocol.messages import (
     WorkerLoad,
     WorkerProfile,
 )
+from protocol.transfer_counts import TransferCounts
 from protocol.worker_link import WorkerLink
 
 TICK = 0.1
@@ -190,9 +191,13 @@ class DecodeWorker:
             failures=self._failures,
         )
 
+    def transfer(self) -> TransferCounts:
+        """What it has counted of its handoffs."""
+        return self._imports.tally.counts()
+
     def _heartbeat(self) -> Heartbeat:
         assert self.profile is not None
-        return Heartbeat(self.profile, self.load())
+        return Heartbeat(self.profile, self.load(), self.transfer())
 
     # --- messages -------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import itertools
 import time
 from collections.abc import Sequence
 
+from kv_transfer.band import Band
 from kv_transfer.memory import as_bytes
 from kv_transfer.ships import Ship, ShipBook, check_ship
 from kv_transfer.span import Span
@@ -105,13 +106,19 @@ class InprocSender(Sender):
         self._exchange = exchange
 
     async def ship(
-        self, address: str, ticket: bytes, spans: Sequence[Span], generations: Sequence[tuple[int, int]]
+        self,
+        address: str,
+        ticket: bytes,
+        spans: Sequence[Span],
+        generations: Sequence[tuple[int, int]],
+        *,
+        band: Band | None = None,
     ) -> ShipReport:
         """See :meth:`Sender.ship`."""
         started = time.monotonic()
         ship = self._book.start(ticket)
         try:
-            block_bytes = check_ship(spans, generations, self._memory.nbytes)
+            block_bytes = check_ship(spans, generations, self._memory.nbytes, band)
             if spans:
                 receiver = self._exchange.find(address)
                 part = Part(ship.number, 0, 1, [(span.target, span.nbytes) for span in spans], generations)
@@ -135,7 +142,7 @@ class InprocSender(Sender):
             for span in spans:
                 for done in range(0, span.nbytes, block_bytes):
                     ship.check()
-                    self._copy(ship, receiver, window, span, done, block_bytes)
+                    self._copy(ship, receiver, window, span, done, min(block_bytes, span.nbytes))
                     await asyncio.sleep(0)
             ship.check()
         except (TransferError, asyncio.CancelledError) as error:

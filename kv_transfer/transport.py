@@ -8,7 +8,8 @@ Until ``close_window`` has returned the transport may write the window's blocks;
 changes under that ticket, whatever a slow, stopped or killed peer does later.
 
 Life cycle of a ship, on the prefill side: the source bytes must not change from the call of ``ship`` until it returns
-or raises. Every block of a window is written at most once, by one ship.
+or raises. Every byte of a window is written at most once, by one ship. A ship writes its blocks whole, or the same band
+of each; a block has landed when all of it has.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType, ModuleType
 
+from kv_transfer.band import Band
 from kv_transfer.span import Span
 from protocol.errors import ConfigError, TransferError, UnknownTransport
 
@@ -36,7 +38,8 @@ SCHEMES: Mapping[str, str] = MappingProxyType(
 """Module of each scheme. It is imported when first asked for, and has ``receiver`` and ``sender`` functions.
 
 The module of a scheme in SHARED has ``shared_sender`` instead of ``sender``. One whose addresses may be out of reach
-has ``why_unreachable``; one that needs what may not be installed has ``why_unusable`` and ``describe``.
+has ``why_unreachable``, one that needs what may not be installed has ``why_unusable``, and one that can say what it
+finds on this machine has ``describe``.
 """
 SHARED = frozenset({"shm"})
 """Schemes whose senders share their memory, and need its descriptor."""
@@ -81,7 +84,7 @@ class Landed:
 
     Attributes:
         ticket: of its window.
-        blocks: destination block ids that it wrote, each of them wholly.
+        blocks: destination block ids that are whole with it: those it wrote, unless bands of them are still to come.
         nbytes: written.
         seconds: from its first header to its last byte, on the receiver's clock.
     """
@@ -184,7 +187,7 @@ class Receiver(ABC):
             window: what may be written.
             on_landed: called once per ship that arrived whole.
             on_broken: called with the ticket and the error when a ship was cut off in the middle of its bytes. One that
-                was stopped before its first byte, or between two parts, is not known here: an import needs its expiry.
+                was stopped before its first byte is not known here: an import needs its expiry.
 
         Raises:
             ConfigError: a block lies outside the memory.
@@ -212,7 +215,13 @@ class Sender(ABC):
 
     @abstractmethod
     async def ship(
-        self, address: str, ticket: bytes, spans: Sequence[Span], generations: Sequence[tuple[int, int]]
+        self,
+        address: str,
+        ticket: bytes,
+        spans: Sequence[Span],
+        generations: Sequence[tuple[int, int]],
+        *,
+        band: Band | None = None,
     ) -> ShipReport:
         """Write spans of the memory into a window of the receiver at ``address``.
 
@@ -222,8 +231,9 @@ class Sender(ABC):
         Args:
             address: of the receiver.
             ticket: of the window.
-            spans: together exactly the whole blocks that ``generations`` names.
+            spans: together exactly the whole blocks that ``generations`` names, or one span for the band of each.
             generations: ``(destination block, generation)`` pairs.
+            band: of each of the blocks that is written; None for all of it.
 
         Raises:
             TicketRejected: the receiver does not know the ticket from this sender, or the blocks are not the window's;
@@ -317,3 +327,13 @@ def why_unusable(scheme: str) -> str | None:
     """
     check: Callable[[], str | None] | None = getattr(_module(scheme), "why_unusable", None)
     return None if check is None else check()
+
+
+def describe(scheme: str) -> str:
+    """What the transport says of itself on this machine, in one line; "" where it says nothing. May take seconds.
+
+    Raises:
+        UnknownTransport: no transport has that scheme; lists the known ones.
+    """
+    tell: Callable[[], object] | None = getattr(_module(scheme), "describe", None)
+    return "" if tell is None else str(tell())

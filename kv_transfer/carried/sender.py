@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from kv_transfer.band import Band
 from kv_transfer.carried.library import Library
 from kv_transfer.carried.line import Line, Parcel, Wharf
 from kv_transfer.carried.staging import Bytes, Copies, Piece
@@ -63,13 +64,19 @@ class CarriedSender(Sender):
         self._under_way: set[asyncio.Task[None]] = set()
 
     async def ship(
-        self, address: str, ticket: bytes, spans: Sequence[Span], generations: Sequence[tuple[int, int]]
+        self,
+        address: str,
+        ticket: bytes,
+        spans: Sequence[Span],
+        generations: Sequence[tuple[int, int]],
+        *,
+        band: Band | None = None,
     ) -> ShipReport:
         """See :meth:`Sender.ship`."""
         started = time.monotonic()
         ship = self._book.start(ticket)
         try:
-            block_bytes = check_ship(spans, generations, self._nbytes)
+            block_bytes = check_ship(spans, generations, self._nbytes, band)
             if spans:
                 await self._send(ship, address, split(ship.number, spans, generations, block_bytes, 1))
         finally:

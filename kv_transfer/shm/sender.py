@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from kv_transfer.band import Band
 from kv_transfer.checksum import reckon
 from kv_transfer.memory import as_bytes
 from kv_transfer.ships import Ship, ShipBook, check_ship
@@ -66,13 +67,19 @@ class ShmSender(Sender):
         self._closed = self._given_up = False
 
     async def ship(
-        self, address: str, ticket: bytes, spans: Sequence[Span], generations: Sequence[tuple[int, int]]
+        self,
+        address: str,
+        ticket: bytes,
+        spans: Sequence[Span],
+        generations: Sequence[tuple[int, int]],
+        *,
+        band: Band | None = None,
     ) -> ShipReport:
         """See :meth:`Sender.ship`."""
         started = time.monotonic()
         ship = self._book.start(ticket)
         try:
-            check_ship(spans, generations, self._nbytes)
+            check_ship(spans, generations, self._nbytes, band)
             if spans:
                 async with self._room:
                     await self._deliver(ship, address, spans, generations)

@@ -11,7 +11,8 @@
 
 Each frame has one answer, in any order.
 
-History: 1 -- first version. 2 -- the hello of all transports, before any descriptor; checksums.
+History: 1 -- first version. 2 -- the hello of all transports, before any descriptor; checksums; the spans may be one
+and the same band of each block, in place of whole blocks.
 """
 
 from __future__ import annotations

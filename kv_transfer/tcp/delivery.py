@@ -68,11 +68,11 @@ def deliver(
 def split(
     ship: int, spans: Sequence[Span], generations: Sequence[tuple[int, int]], block_bytes: int, streams: int
 ) -> list[tuple[Part, list[tuple[int, int]]]]:
-    """Cut a ship into parts of whole blocks, one per stream where it is large enough.
+    """Cut a ship into parts that share no block, one per stream where it is large enough.
 
     Args:
         ship: its number.
-        spans: whole blocks of ``block_bytes``.
+        spans: whole blocks of ``block_bytes``, or the same band of each block.
         generations: ``(block, generation)`` of the blocks the spans write.
         block_bytes: bytes of one block.
         streams: parts that may travel at the same time.
@@ -83,19 +83,20 @@ def split(
     Raises:
         IntegrityMismatch: a span writes a block that is not named, or a block or the ship is too large.
     """
-    blocks = sum([span.nbytes for span in spans]) // block_bytes
-    parts = min(streams, blocks, max(1, blocks * block_bytes // STREAM_BYTES))
-    longest = min(-(-blocks // parts), max(1, FRAME_BYTES // block_bytes), wire.MAX_BLOCKS)
+    nbytes, blocks = sum([span.nbytes for span in spans]), len(generations)
+    share = nbytes // blocks
+    parts = min(streams, blocks, max(1, nbytes // STREAM_BYTES))
+    longest = min(-(-blocks // parts), max(1, FRAME_BYTES // share), wire.MAX_BLOCKS)
     count = -(-blocks // longest)
-    if count > wire.MAX_PARTS or block_bytes > wire.MAX_PAYLOAD:
+    if count > wire.MAX_PARTS or share > wire.MAX_PAYLOAD:
         raise IntegrityMismatch(f"{blocks} blocks of {block_bytes} bytes are too much for one ship", field="spans")
-    pieces = [spans] if count == 1 else _pieces(spans, longest * block_bytes)
+    pieces = [spans] if count == 1 else _pieces(spans, longest * share)
     generation_of = dict(generations)
     made: list[tuple[Part, list[tuple[int, int]]]] = []
     for index, piece in enumerate(pieces):
         written: list[int] = []
         for span in piece:
-            written.extend(range(span.target // block_bytes, (span.target + span.nbytes) // block_bytes))
+            written.extend(range(span.target // block_bytes, -(-(span.target + span.nbytes) // block_bytes)))
         try:
             named = list(zip(written, map(generation_of.__getitem__, written), strict=True))
         except KeyError as unnamed:

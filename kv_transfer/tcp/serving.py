@@ -36,8 +36,11 @@ def serve(book: WindowBook, memory: memoryview, config: TransportConfig) -> Conv
     """
     inbox = Inbox(INBOX_BYTES)
     peer = yield from admit(inbox, config)
-    while True:
-        yield from _frame(inbox, peer, book, memory, config)
+    try:
+        while True:
+            yield from _frame(inbox, peer, book, memory, config)
+    finally:
+        book.lost(inbox)
 
 
 def _write(data: bytes, timeout: float) -> Write:
@@ -63,7 +66,7 @@ def _frame(
         part = wire.parse_tables(head, table)
         if checksum is not None:
             checksum.update(table)
-        window.admit(part, time.monotonic())
+        window.admit(part, time.monotonic(), inbox)
         views = [memory[offset : offset + nbytes] for offset, nbytes in part.targets]
         cursor = Cursor(views, checksum)
         try:

@@ -11,7 +11,8 @@ Each frame has one answer. A refusal may come before the payload has gone out; t
 or, if it has sent all, goes on with it.
 
 History: 1 -- first version. 2 -- frames with a CRC, and the verdict on it; challenge, proof and welcome. 3 -- the hello
-of all transports; xxh3 in place of the CRC.
+of all transports; xxh3 in place of the CRC; the spans may be one and the same band of each block, in place of whole
+blocks.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from functools import partial
 
 import numpy as np
 
+from kv_transfer.band import Band
 from kv_transfer.checksum import Checksum, pieces
 from kv_transfer.memory import as_bytes
 from kv_transfer.ships import Ship, ShipBook, check_ship
@@ -55,13 +56,19 @@ class UcxSender(Sender):
         self._thread = LoopThread("kv-ucx-send")
 
     async def ship(
-        self, address: str, ticket: bytes, spans: Sequence[Span], generations: Sequence[tuple[int, int]]
+        self,
+        address: str,
+        ticket: bytes,
+        spans: Sequence[Span],
+        generations: Sequence[tuple[int, int]],
+        *,
+        band: Band | None = None,
     ) -> ShipReport:
         """See :meth:`Sender.ship`."""
         started = time.monotonic()
         ship = self._book.start(ticket)
         try:
-            block_bytes = check_ship(spans, generations, self._pool[1])
+            block_bytes = check_ship(spans, generations, self._pool[1], band)
             if spans:
                 # One part where it can be: the receiver's one thread gains nothing from several.
                 await self._deliver(ship, address, split(ship.number, spans, generations, block_bytes, 1))

@@ -106,6 +106,7 @@ class Serving:
         except KVFerryError as error:
             log.warning("turned a peer away: %s", error)
         finally:
+            self._berth.book.lost(self)
             try:
                 if self._channel is not None:
                     await settled({self._channel.close()})
@@ -169,7 +170,7 @@ class Serving:
     ) -> None:
         landed = None
         try:
-            window.admit(part, time.monotonic())
+            window.admit(part, time.monotonic(), self)
             status = await self._receive(channel, window, part, ahead, writer)
             if not window.gate.is_open:
                 raise TicketRejected("the window is closed")

@@ -12,7 +12,8 @@ A part is answered "go" when the receiver is ready for its bytes, then any numbe
 "broken", or "damaged" where the checksum says so; or "refused" at any point. A sender that gives a part up closes the
 connection. Both ends must run the same release of UCX, for its packed addresses are not promised to be read by another.
 
-History: 1 -- first version. 2 -- the hello of all transports, before any address of a worker; checksums.
+History: 1 -- first version. 2 -- the hello of all transports, before any address of a worker; checksums; the spans
+may be one and the same band of each block, in place of whole blocks.
 """
 
 from __future__ import annotations

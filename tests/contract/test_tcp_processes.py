@@ -129,6 +129,20 @@ async def test_parts_that_wait_for_a_stopped_receiver_do_not_wait_in_turn(start:
     assert time.monotonic() - began < 3.0
 
 
+async def test_a_stopped_receiver_is_given_up_once_for_both_lanes(start: Start, quay) -> None:
+    here = quay("tcp", MANY, LARGE, TransportConfig(timeout=1.0))
+    ticket = secrets.token_bytes(16)
+    far = await start("receive", ticket=ticket.hex())
+    address = str((await far.hear())["address"])
+    # Large: the lane of small ships has no connection yet, and can get none from a stopped receiver.
+    await here.ship(address, ticket, [(i, i) for i in range(8)])
+    await far.stop()
+    began = time.monotonic()
+    with pytest.raises(ChannelLost, match=r"no progress for 1\.0 seconds"):
+        await here.ship(address, ticket, [(9, 9)])
+    assert time.monotonic() - began < 1.8
+
+
 async def test_a_small_ship_does_not_wait_behind_a_large_one(start: Start, quay) -> None:
     here = quay("tcp", MANY, LARGE, TransportConfig(streams=1))
     ticket = secrets.token_bytes(16)

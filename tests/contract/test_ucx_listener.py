@@ -11,6 +11,8 @@ import psutil
 import pytest
 from caller import Caller, hello_of, party
 from ferry import GENERATION, until
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from ucx_here import need_ucx
 
 from kv_transfer import hello as greeting
@@ -85,6 +87,35 @@ async def test_strangers_are_turned_away_and_others_served(harbor, quay, kind: s
     assert there.poisoned
     await here.ship(there.address, there.open([1]), [(2, 1)])
     assert (there.pool[1] == here.pool[2]).all()
+
+
+NOISE = st.one_of(
+    st.binary(max_size=300),
+    st.binary(max_size=300).map(lambda tail: hello() + tail),
+    st.binary(max_size=300).map(lambda tail: hello() + wire.PART_MAGIC + tail),
+    st.integers(0, 200).map(lambda length: (hello() + announced())[:length]),
+    st.sampled_from([1 << 16, 1 << 31, (1 << 32) - 1]).map(lambda many: hello() + announced(spans=many)),
+    st.sampled_from([1 << 16, 1 << 31, (1 << 32) - 1]).map(lambda many: hello() + announced(blocks=many)),
+)
+
+
+async def test_garbage_leaves_the_listener_up_and_small(harbor, quay) -> None:
+    there, here = harbor("ucx", 4, BLOCK), quay("ucx", 4, BLOCK)
+
+    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @given(NOISE)
+    def speak(words: bytes) -> None:
+        talk(there.address, words)
+
+    def all_of_it() -> int:
+        before = psutil.Process().memory_info().rss
+        speak()
+        return psutil.Process().memory_info().rss - before
+
+    assert await asyncio.to_thread(all_of_it) < 64 << 20
+    assert there.poisoned
+    await here.ship(there.address, there.open([1]), [(0, 1)])
+    assert (there.pool[1] == here.pool[0]).all()
 
 
 @pytest.mark.parametrize(
