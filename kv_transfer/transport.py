@@ -34,12 +34,13 @@ MAX_NAME = 160
 NAME = re.compile(rf"[A-Za-z0-9._@-]{{1,{MAX_NAME}}}")
 """What a party of a KV connection is called: a worker's name and incarnation."""
 SCHEMES: Mapping[str, str] = MappingProxyType(
-    {"inproc": "kv_transfer.inproc", "shm": "kv_transfer.shm", "tcp": "kv_transfer.tcp", "ucx": "kv_transfer.ucx"}
+    {name: f"kv_transfer.{name}" for name in ("inproc", "shm", "tcp", "ucx", "ucxx", "nixl")}
 )
 """Module of each scheme. It is imported when first asked for, and has ``receiver`` and ``sender`` functions.
 
 The module of a scheme in SHARED has ``shared_sender`` instead of ``sender``. One whose addresses may be out of reach
-has ``why_unreachable``, and one that can say what it finds on this machine has ``describe``.
+has ``why_unreachable``, one that needs what may not be installed has ``why_unusable``, and one that can say what it
+finds on this machine has ``describe``.
 """
 SHARED = frozenset({"shm"})
 """Schemes whose senders share their memory, and need its descriptor."""
@@ -320,6 +321,16 @@ def why_unreachable(address: str) -> str | None:
     """
     check: Callable[[str], str | None] | None = getattr(_module(scheme_of(address)), "why_unreachable", None)
     return None if check is None else check(address)
+
+
+def why_unusable(scheme: str) -> str | None:
+    """Why nothing can be made of the transport ``scheme`` on this machine; None when something can.
+
+    Raises:
+        UnknownTransport: no transport has that scheme; lists the known ones.
+    """
+    check: Callable[[], str | None] | None = getattr(_module(scheme), "why_unusable", None)
+    return None if check is None else check()
 
 
 def describe(scheme: str) -> str:

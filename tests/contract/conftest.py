@@ -7,18 +7,23 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+from carrier_here import need_library
 from far_process import LARGE, MANY, FarEnd, Start
 from ferry import Harbor, Quay
 from ucx_here import need_ucx
+
+from kv_transfer.carried.library import LIBRARIES
 
 MakeHarbor = Callable[..., Harbor]
 MakeQuay = Callable[..., Quay]
 
 
-@pytest.fixture(params=["inproc", "shm", "tcp", pytest.param("ucx", marks=pytest.mark.ucx)])
+@pytest.fixture(params=["inproc", "shm", "tcp", pytest.param("ucx", marks=pytest.mark.ucx), "ucxx", "nixl"])
 def scheme(request: pytest.FixtureRequest) -> str:
     if request.param == "ucx":
         need_ucx()
+    if request.param in LIBRARIES:
+        need_library(request.param)
     return str(request.param)
 
 
@@ -27,6 +32,16 @@ def wired(request: pytest.FixtureRequest) -> str:
     """A transport whose connections begin with the hello."""
     if request.param == "ucx":
         need_ucx()
+    return str(request.param)
+
+
+@pytest.fixture(params=["shm", "tcp", pytest.param("ucx", marks=pytest.mark.ucx), "ucxx", "nixl"])
+def greeted(request: pytest.FixtureRequest) -> str:
+    """As ``wired``, with the transports of the optional libraries."""
+    if request.param == "ucx":
+        need_ucx()
+    if request.param in LIBRARIES:
+        need_library(request.param)
     return str(request.param)
 
 
