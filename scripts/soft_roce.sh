@@ -106,7 +106,7 @@ order() {
     cat >"$1/order.sh" <<ORDER
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/run TMPDIR=/run
 export PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=1 PYTHONPATH=$(printf %q "$SOURCES")
-export UCX_TLS=rc UCX_NET_DEVICES=rxe0:1 UCX_IB_GID_INDEX=\${UCX_IB_GID_INDEX:-1}
+export UCX_TLS=rc UCX_NET_DEVICES=rxe0:1 UCX_IB_GID_INDEX=0
 ulimit -l unlimited
 cd $(printf %q "$SOURCES")
 ldconfig

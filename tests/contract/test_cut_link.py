@@ -24,8 +24,8 @@ CLOSING = {"04", "05", "0B"}
 SLOW = "400mbit"
 """The pool takes 0.7 s at this rate: there is a middle to cut it in."""
 STALLED = 0.4
-SOON = 5.0
-"""Seconds until a ship is through once the link is back, with one more try on a machine that is busy."""
+SOON = 10.0
+"""Seconds until a ship is through once the link is back: it takes one, and more where the machine is busy."""
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ async def test_a_cut_link_costs_the_ships_on_it_and_no_byte_is_written_after(
         assert (served.pool[:3] == here.pool[:3]).all()
         with pytest.raises(ChannelLost):
             await ship
-        assert time.monotonic() - began < PATIENCE.timeout + 1.5
+        assert time.monotonic() - began < PATIENCE.timeout + 3.0
         await asyncio.wait_for(there.receiver.close_window(ticket), 1.0)
         there.poison()
         lan.hosts["near"].mend()
