@@ -136,5 +136,5 @@ timeout "$((MINUTES * 60))" qemu-system-x86_64 -machine q35 -accel "$ACCEL" -cpu
     -kernel "$FOLDER"/kernel/boot/vmlinuz-* -initrd "$FOLDER/first.gz" -append "console=ttyS0 panic=-1 quiet" \
     -display none -monitor none -serial stdio -no-reboot -nic user,model=virtio-net-pci,restrict=on \
     -virtfs "$(share / host)" -virtfs "$(share "$FOLDER/over" over)" -virtfs "$(share "$scratch" order)" \
-    </dev/null | tr -d '\r' | tee "$scratch/log"
+    </dev/null | stdbuf -oL tr -d '\r' | tee "$scratch/log"
 grep -q '^soft-RoCE: ended with 0$' "$scratch/log"
