@@ -19,7 +19,7 @@ from decode_worker.sequence import (
     import_owner,
     table_owner,
 )
-from engine.batch import Chunk
+from engine.batch import Chunk, Draw
 from engine.block_pool import BlockPool
 from engine.prefix_index import block_hashes, extend, root_hash
 from protocol.errors import PoolExhausted
@@ -35,13 +35,13 @@ class Output:
     Attributes:
         sequence: whose.
         start: the token's index in the request's whole output.
-        token_id: the token.
+        draw: the token.
         finish_reason: set on the last.
     """
 
     sequence: Sequence
     start: int
-    token_id: int
+    draw: Draw
     finish_reason: FinishReason | None
 
 
@@ -171,11 +171,11 @@ class DecodeScheduler:
         )
         return Step(self._in_step, tuple(preempted))
 
-    def complete_step(self, tokens: Seq[int | None]) -> list[Output]:
-        """Account for the step that :meth:`next_step` gave; ``tokens`` holds one entry per sequence."""
+    def complete_step(self, draws: Seq[Draw | None]) -> list[Output]:
+        """Account for the step that :meth:`next_step` gave; ``draws`` holds one entry per sequence."""
         outputs = []
-        for sequence, token in zip(self._in_step, tokens, strict=True):
-            assert token is not None, "every sequence of a decode step draws a token"
+        for sequence, draw in zip(self._in_step, draws, strict=True):
+            assert draw is not None, "every sequence of a decode step draws a token"
             if sequence.tracker.state is SequenceState.LEAVING:
                 self._leave(sequence)
                 continue
@@ -184,10 +184,10 @@ class DecodeScheduler:
             output = Output(
                 sequence,
                 sequence.produced,
-                token,
-                sequence.request.sampling.finish_reason(token, sequence.produced + 1),
+                draw,
+                sequence.request.sampling.finish_reason(draw.token_id, sequence.produced + 1),
             )
-            sequence.token_ids.append(token)
+            sequence.token_ids.append(draw.token_id)
             sequence.produced += 1
             outputs.append(output)
             if output.finish_reason is not None:
@@ -290,6 +290,7 @@ def chunks_of(sequences: Seq[Sequence]) -> list[Chunk]:
             block_table=sequence.block_table,
             sampling=sequence.request.sampling,
             position=sequence.produced,
+            history=sequence.token_ids if sequence.request.sampling.looks_back else (),
         )
         for sequence in sequences
     ]

@@ -291,14 +291,14 @@ class DecodeWorker:
                 await self._wake.wait()
                 continue
             try:
-                tokens = await self._stepper.execute(chunks_of(step.sequences))
+                draws = await self._stepper.execute(chunks_of(step.sequences))
             except KVFerryError as error:
                 logger.exception("a decode step failed")
                 for sequence in self._scheduler.fail_step():
                     self._fail(sequence.router, sequence.key, ErrorInfo.of(error))
                 continue
-            self._decode_tokens += len(tokens)
-            for output in self._scheduler.complete_step(tokens):
+            self._decode_tokens += len(draws)
+            for output in self._scheduler.complete_step(draws):
                 self._emit(output)
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -322,8 +322,9 @@ class DecodeWorker:
             Tokens(
                 key=sequence.key,
                 start=output.start,
-                token_ids=(output.token_id,),
+                token_ids=(output.draw.token_id,),
                 finish_reason=output.finish_reason,
+                logprobs=() if output.draw.logprobs is None else (output.draw.logprobs,),
                 times=times,
             ),
         )

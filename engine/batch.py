@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from protocol.errors import InvariantViolation
-from protocol.sampling import SamplingParams
+from protocol.sampling import SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,8 @@ class Chunk:
         block_table: block ids of the sequence; at least as many as ``start + len(token_ids)`` tokens need.
         sampling: how to draw the token after the last one; None when none is wanted.
         position: index of that drawn token in the request's whole output.
+        history: all tokens of the request up to here, of which the last ``position`` are output. Needed only where
+            ``sampling`` looks back.
     """
 
     token_ids: Sequence[int]
@@ -30,6 +33,19 @@ class Chunk:
     block_table: Sequence[int]
     sampling: SamplingParams | None = None
     position: int = 0
+    history: Sequence[int] = ()
+
+
+class Draw(NamedTuple):
+    """One drawn token.
+
+    Attributes:
+        token_id: it.
+        logprobs: where its sampling asks for them.
+    """
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,11 @@ import torch
 
 from engine.attention import create_backend
 from engine.attention.backend import AttentionBackend
-from engine.batch import BatchLimits, Chunk, flatten
+from engine.batch import BatchLimits, Chunk, Draw, flatten
 from engine.checkpoint import Progress, load_weights
 from engine.config import EngineConfig
 from engine.kv_cache import TORCH_DTYPES, KVCache
+from engine.logit_rules import Row
 from engine.models import family
 from engine.models.config import ModelConfig
 from engine.models.model import Model
@@ -96,28 +97,30 @@ class ModelRunner:
             model.seal()
         return cls(config, model_config, model, backend, cache)
 
-    def execute(self, chunks: Sequence[Chunk]) -> list[int | None]:
+    def execute(self, chunks: Sequence[Chunk]) -> list[Draw | None]:
         """One forward step of all ``chunks``; stores their K and V.
 
         Returns:
-            The drawn token of each chunk, None where it wants none.
+            What was drawn for each chunk, None where it wants nothing.
 
         Raises:
             InvariantViolation: a chunk names what is not there; nothing was stored.
             EngineFailure: torch raised, or the logits are not finite.
         """
         drawing = [
-            (row, chunk.sampling, chunk.position) for row, chunk in enumerate(chunks) if chunk.sampling is not None
+            (index, Row(chunk.sampling, chunk.position, chunk.history))
+            for index, chunk in enumerate(chunks)
+            if chunk.sampling is not None
         ]
-        tokens: list[int | None] = [None] * len(chunks)
+        draws: list[Draw | None] = [None] * len(chunks)
         logits = self.logits(chunks)
         if drawing:
-            rows, sampling, positions = zip(*drawing, strict=True)
+            indices, rows = zip(*drawing, strict=True)
             with _mapped(f"drawing {len(rows)} tokens"):
-                drawn = sample(logits, sampling, positions)
-            for row, token in zip(rows, drawn, strict=True):
-                tokens[row] = token
-        return tokens
+                drawn = sample(logits, rows)
+            for index, draw in zip(indices, drawn, strict=True):
+                draws[index] = draw
+        return draws
 
     def logits(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """The forward pass of :meth:`execute` without the draw.

@@ -1,8 +1,8 @@
 """Draws the next token of each sequence of a batch.
 
-The draw depends on the row's logits, ``seed`` and output position alone. It inverts the cumulative distribution in
-vocabulary order with one uniform number, so a rounding difference between two batches moves the borders between
-tokens by as little and almost never changes the text.
+The draw depends on the row's logits, the tokens before it, ``seed`` and output position alone. It inverts the
+cumulative distribution in vocabulary order with one uniform number, so a rounding difference between two batches moves
+the borders between tokens by as little and almost never changes the text.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.batch import Draw
+from engine.logit_rules import Row, apply_rules
 from protocol.errors import EngineFailure
-from protocol.sampling import SamplingParams
+from protocol.sampling import SamplingParams, TokenLogprobs
 
 _CANDIDATES = 1024
 """Most likely tokens that top-p looks at before it sorts the whole vocabulary."""
@@ -22,37 +24,55 @@ _LEAST_TEMPERATURE = 1e-30
 """Below this a division of float32 differences overflows to the same infinities."""
 
 
-def sample(logits: torch.Tensor, sampling: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
-    """One token id per row.
+def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[Draw]:
+    """One token per row.
 
     Greedy rows take the first of the highest logits. The others divide by the temperature, keep ``top_k`` (and all
     that tie with the last of these), then the smallest set that reaches ``top_p`` of what is left (and all that tie),
-    and draw. Stop tokens are out before ``min_tokens``.
+    then what reaches ``min_p`` of the most likely, and draw. Penalties, biases and stop tokens before ``min_tokens``
+    have changed the logits by then.
 
     Args:
         logits: [B, V], any float type.
-        sampling: B settings.
-        positions: B indices of the drawn tokens in their requests' whole outputs.
+        rows: B settings, positions and histories.
 
     Raises:
         EngineFailure: a row has no finite highest logit.
     """
     scores = logits.float()
-    scores = _without_early_stops(scores, sampling, positions)
-    highest, greedy_ids = scores.max(dim=-1)
+    ruled = apply_rules(scores, rows)
+    highest, greedy_ids = ruled.max(dim=-1)
     if not bool(torch.isfinite(highest).all()):
         raise EngineFailure("the model gave logits that are not finite")
-    tokens = greedy_ids.tolist()
-    rows = [row for row, settings in enumerate(sampling) if not settings.greedy]
-    if rows:
+    tokens = [int(token) for token in greedy_ids.tolist()]
+    drawing = [index for index, row in enumerate(rows) if not row.sampling.greedy]
+    if drawing:
         drawn = _draw(
-            scores[rows] - highest[rows, None],
-            [sampling[row] for row in rows],
-            uniforms([sampling[row].seed for row in rows], [positions[row] for row in rows]),
+            ruled[drawing] - highest[drawing, None],
+            [rows[index].sampling for index in drawing],
+            uniforms([rows[index].sampling.seed for index in drawing], [rows[index].position for index in drawing]),
         )
-        for row, token in zip(rows, drawn, strict=True):
-            tokens[row] = token
-    return [int(token) for token in tokens]
+        for index, token in zip(drawing, drawn, strict=True):
+            tokens[index] = token
+    wanted = [index for index, row in enumerate(rows) if row.sampling.logprobs is not None]
+    found: dict[int, TokenLogprobs] = {}
+    if wanted:
+        counts = [rows[index].sampling.logprobs or 0 for index in wanted]
+        told = _logprobs(scores[wanted], [tokens[index] for index in wanted], counts)
+        found = dict(zip(wanted, told, strict=True))
+    return [Draw(token, found.get(index)) for index, token in enumerate(tokens)]
+
+
+def _logprobs(scores: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
+    """Of ``tokens`` and of the ``counts[r]`` most likely in each row of ``scores`` [R, V]."""
+    normalised = torch.log_softmax(scores, dim=-1)
+    own = normalised.gather(1, torch.tensor(tokens, device=scores.device)[:, None])[:, 0].tolist()
+    best = torch.topk(normalised, min(max(counts), scores.shape[1]))
+    lines = zip(own, counts, best.indices.tolist(), best.values.tolist(), strict=True)
+    return [
+        TokenLogprobs(logprob, tuple(zip(ids[:count], values[:count], strict=True)))
+        for logprob, count, ids, values in lines
+    ]
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
@@ -69,7 +89,7 @@ def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def kept_weights(shifted: torch.Tensor, sampling: Sequence[SamplingParams]) -> torch.Tensor:
-    """Unnormalised probabilities, float64 [B, V], 0 for tokens that temperature, top-k and top-p leave out.
+    """Unnormalised probabilities, float64 [B, V], 0 for tokens that temperature, top-k, top-p and min-p leave out.
 
     Args:
         shifted: float32 [B, V], logits less their row's highest.
@@ -89,23 +109,11 @@ def kept_weights(shifted: torch.Tensor, sampling: Sequence[SamplingParams]) -> t
         _drop_below(
             weights, limited, _top_p_floor(_of_rows(weights, limited), [sampling[row].top_p for row in limited])
         )
+    limited = [row for row, settings in enumerate(sampling) if settings.min_p > 0.0]
+    if limited:
+        shares = torch.tensor([sampling[row].min_p for row in limited], dtype=weights.dtype, device=weights.device)
+        _drop_below(weights, limited, shares * _of_rows(weights, limited).max(dim=-1).values)
     return weights
-
-
-def _without_early_stops(
-    scores: torch.Tensor, sampling: Sequence[SamplingParams], positions: Sequence[int]
-) -> torch.Tensor:
-    rows, ids = [], []
-    for row, (settings, position) in enumerate(zip(sampling, positions, strict=True)):
-        if position < settings.min_tokens:
-            known = [token for token in settings.stop_token_ids if token < scores.shape[1]]
-            rows += [row] * len(known)
-            ids += known
-    if not rows:
-        return scores
-    masked = scores.clone()
-    masked[rows, ids] = -torch.inf
-    return masked
 
 
 def _of_rows(weights: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from engine.batch import Chunk
+from engine.batch import Chunk, Draw
 from engine.checkpoint import Progress
 from engine.config import EngineConfig
 from engine.runner import ModelRunner
@@ -58,7 +58,7 @@ class Stepper:
         """Seconds that the step now running has taken; 0 between steps. A wedged engine shows here."""
         return 0.0 if self._entered is None else time.monotonic() - self._entered
 
-    async def execute(self, chunks: Sequence[Chunk]) -> list[int | None]:
+    async def execute(self, chunks: Sequence[Chunk]) -> list[Draw | None]:
         """One forward step of the whole batch; see :meth:`ModelRunner.execute`.
 
         Raises:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from engine.batch import Chunk
+from engine.batch import Chunk, Draw
 from engine.block_pool import BlockPool, HolderKind, Owner
 from engine.prefix_index import BlockHash, block_hashes
 from protocol.errors import PoolExhausted
@@ -122,12 +122,12 @@ class Progress:
     Attributes:
         prompt: whose.
         blocks: physical blocks that became complete, in logical order.
-        token_id: the first token, when the prompt is finished.
+        draw: the first token, when the prompt is finished.
     """
 
     prompt: Prompt
     blocks: tuple[int, ...]
-    token_id: int | None
+    draw: Draw | None
 
 
 class PrefillScheduler:
@@ -212,10 +212,10 @@ class PrefillScheduler:
         self._in_step = tuple(chosen)
         return self._in_step
 
-    def complete_step(self, tokens: Sequence[int | None]) -> list[Progress]:
-        """Account for the step that :meth:`next_step` gave; ``tokens`` holds one entry per piece of work."""
+    def complete_step(self, draws: Sequence[Draw | None]) -> list[Progress]:
+        """Account for the step that :meth:`next_step` gave; ``draws`` holds one entry per piece of work."""
         progress = []
-        for work, token in zip(self._in_step, tokens, strict=True):
+        for work, draw in zip(self._in_step, draws, strict=True):
             prompt = work.prompt
             if prompt.tracker.state is PromptState.LEAVING:
                 self._leave(prompt)
@@ -226,7 +226,7 @@ class PrefillScheduler:
             for index in range(first, full):
                 self._pool.seal(prompt.block_table[index], prompt.hashes[index])
             complete = len(prompt.block_table) if work.last else full
-            progress.append(Progress(prompt, tuple(prompt.block_table[first:complete]), token))
+            progress.append(Progress(prompt, tuple(prompt.block_table[first:complete]), draw))
             if work.last:
                 prompt.tracker.move(PromptEvent.COMPLETE)
                 del self._running[prompt.key]
@@ -296,6 +296,7 @@ def chunks_of(step: Sequence[Work]) -> list[Chunk]:
             block_table=work.prompt.block_table,
             sampling=work.prompt.request.sampling if work.last else None,
             position=work.prompt.request.emitted,
+            history=work.prompt.request.token_ids if work.prompt.request.sampling.looks_back else (),
         )
         for work in step
     ]

@@ -16,6 +16,7 @@ from contextlib import AsyncExitStack
 
 import zmq.asyncio
 
+from engine.batch import Draw
 from engine.block_pool import BlockPool
 from engine.pool_watch import PoolWatch
 from kv_transfer.transport import TransportConfig
@@ -294,7 +295,7 @@ class PrefillWorker:
                 await self._wake.wait()
                 continue
             try:
-                tokens = await self._stepper.execute(chunks_of(step))
+                draws = await self._stepper.execute(chunks_of(step))
             except KVFerryError as error:
                 logger.exception("a prefill step failed")
                 for prompt in self._scheduler.fail_step():
@@ -304,7 +305,7 @@ class PrefillWorker:
                         self._lease_failed(prompt.key, ErrorInfo.of(error))
                 continue
             self._prefill_tokens += sum(work.stop - work.start for work in step)
-            for progress in self._scheduler.complete_step(tokens):
+            for progress in self._scheduler.complete_step(draws):
                 self._advance(progress)
 
     def _advance(self, progress: Progress) -> None:
@@ -312,26 +313,27 @@ class PrefillWorker:
         leased = prompt.request.handoff is not None
         if leased and progress.blocks:
             self._exports.computed(prompt.key, progress.blocks)
-        if progress.token_id is None:
+        if progress.draw is None:
             return
-        finish_reason = self._emit(prompt, progress.token_id)
+        finish_reason = self._emit(prompt, progress.draw)
         if leased and finish_reason is None:
-            self._exports.finished(prompt.key, progress.token_id)
+            self._exports.finished(prompt.key, progress.draw.token_id)
         elif leased:
             self._exports.cancel(prompt.key)
         self._scheduler.release(prompt)
 
-    def _emit(self, prompt: Prompt, token_id: int) -> FinishReason | None:
+    def _emit(self, prompt: Prompt, draw: Draw) -> FinishReason | None:
         request = prompt.request
         now = time.monotonic()
-        finish_reason = request.sampling.finish_reason(token_id, request.emitted + 1)
+        finish_reason = request.sampling.finish_reason(draw.token_id, request.emitted + 1)
         self._link.send(
             prompt.router,
             Tokens(
                 key=request.key,
                 start=request.emitted,
-                token_ids=(token_id,),
+                token_ids=(draw.token_id,),
                 finish_reason=finish_reason,
+                logprobs=() if draw.logprobs is None else (draw.logprobs,),
                 times=StageTimes(
                     prefill_queue=prompt.started - prompt.arrived,
                     prefill=now - prompt.started,

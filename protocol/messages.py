@@ -20,7 +20,7 @@ import msgspec
 from protocol.errors import KVFerryError, error_from_code
 from protocol.ids import Address, BlockId, Peer, RequestKey, Role, Ticket, WorkerId
 from protocol.layout import KVLayout
-from protocol.sampling import FinishReason, SamplingParams, TokenId
+from protocol.sampling import FinishReason, SamplingParams, TokenId, TokenLogprobs
 
 MAX_TOKENS = 1 << 20
 """Longest token list in one message: a million tokens of context."""
@@ -233,6 +233,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
     Attributes:
         start: index of the first of them in the request's whole output, over all attempts; a duplicate is known by it.
         finish_reason: set with the last token. A stop token is sent, and counted, but is not part of the text.
+        logprobs: one per token where the request asked for them, none elsewhere.
         times: set on prefill's one message and on decode's first.
     """
 
@@ -241,6 +242,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
     token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(min_length=1, max_length=4096)]
     finish_reason: FinishReason | None = None
     times: StageTimes | None = None
+    logprobs: Annotated[tuple[TokenLogprobs, ...], msgspec.Meta(max_length=4096)] = ()
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):

@@ -270,7 +270,7 @@ class Dispatcher:
             report = machine.timeline.report(machine.request_id, machine.attempt + 1, now)
             metrics.reached(emit.stage, report, first=not live.answered)
             live.answered = True
-        live.mailbox.put(emit.token_ids, emit.finish_reason, report)
+        live.mailbox.put(emit.token_ids, emit.finish_reason, report, emit.logprobs)
         metrics.output_tokens.inc(len(emit.token_ids))
         if emit.finish_reason is not None:
             metrics.ended("finished", emit.finish_reason)

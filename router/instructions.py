@@ -8,7 +8,7 @@ from enum import Enum
 from protocol.errors import KVFerryError
 from protocol.ids import Peer, RequestKey
 from protocol.messages import Prefill, Reserve
-from protocol.sampling import FinishReason
+from protocol.sampling import FinishReason, TokenLogprobs
 
 
 class Stage(Enum):
@@ -59,11 +59,13 @@ class Emit:
     Attributes:
         finish_reason: set on the last one.
         stage: where they came from.
+        logprobs: one per token, or none.
     """
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
     stage: Stage
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -286,6 +286,7 @@ class RequestMachine:
             return []
         room = self._generation.sampling.max_tokens - emitted
         fresh = message.token_ids[emitted - message.start :][:room]
+        logprobs = message.logprobs[emitted - message.start :][:room]
         if len(fresh) == room and (finish is None or end > emitted + room):
             finish = "length"
         self._emitted.extend(fresh)
@@ -295,10 +296,10 @@ class RequestMachine:
             self._tracker.move(event)
             if event is RequestEvent.DECODED:
                 self._stalls_at = now + self._limits.stall_timeout
-            return [Emit(fresh, None, stage)]
+            return [Emit(fresh, None, stage, logprobs)]
         self._tracker.move(RequestEvent.COMPLETED)
         self.timeline.ended = now
-        out: list[Instruction] = [Emit(fresh, finish, stage)]
+        out: list[Instruction] = [Emit(fresh, finish, stage, logprobs)]
         _, decode = self._legs()
         # Prefill ends with its one token, but only a decode leg that said itself that this is the end has ended.
         if decode is not None and (stage is Stage.PREFILLED or message.finish_reason is None):

@@ -7,6 +7,7 @@ and ``config.json``.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,20 @@ from protocol.sampling import MAX_STOP_TOKEN_IDS
 from router.chat_template import ChatTemplate, Message
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+_SPACE = "\u2581"
+"""How SentencePiece writes a space."""
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The character that byte-level BPE (Radford et al., 2019) writes each byte as: itself where it can be printed."""
+    printed = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in printed]
+    return {chr(byte): byte for byte in printed} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+
+
+_BYTE_OF = _byte_alphabet()
 
 
 class Tokenizer:
@@ -52,6 +67,7 @@ class Tokenizer:
         )
         self.context_free = type(self._tokenizer.decoder) is tokenizers.decoders.ByteLevel
         """Whether the text of a list of ids is the text of its parts, put together as bytes."""
+        self._added = {number: token.content for number, token in self._tokenizer.get_added_tokens_decoder().items()}
 
     def _find_eos(self, token: str | None, generation: dict[str, Any], model: dict[str, Any]) -> tuple[int, ...]:
         named = generation.get("eos_token_id")
@@ -81,6 +97,19 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ``token_ids``, special tokens left out."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What ``token_id`` adds to a text, as bytes; a special token's name; nothing for an id without a token."""
+        added = self._added.get(token_id)
+        if added is not None:
+            return added.encode()
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self.context_free:
+            return bytes(_BYTE_OF[character] for character in token if character in _BYTE_OF)
+        byte = _BYTE_TOKEN.fullmatch(token)
+        return bytes([int(byte[1], 16)]) if byte else token.replace(_SPACE, " ").encode()
 
     def is_silent(self, token_id: int) -> bool:
         """Whether ``token_id`` never gives text: a special token, or a row of a padded vocabulary."""

@@ -9,13 +9,21 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>")
@@ -30,6 +38,10 @@ _FAMILIES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
 }
 
 
@@ -66,6 +78,8 @@ def tiny_model(
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):  # transformers starts these at zero, which would hide a lost one
                 torch.nn.init.normal_(parameter, std=0.1)
+            elif "norm" in name:  # and these at one, which would hide a missing one
+                parameter.data += 0.3 * torch.randn(parameter.shape)
     model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=shard_size)
     return path
 

@@ -6,6 +6,7 @@ Life cycle: one backend per runner; one plan per step, made from the batch and u
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 
@@ -16,6 +17,21 @@ from protocol.layout import KVLayout, Order
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of a step's tokens, as :meth:`engine.models.rope.RotaryTable.at` gives them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How one layer weighs what a token sees.
+
+    Attributes:
+        scale: of the scores.
+        window: tokens that a token sees, itself included; 0 for all before it.
+        softcap: scores are brought to ``softcap * tanh(score / softcap)``; 0 leaves them.
+    """
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
 
 
 class AttentionPlan(ABC):
@@ -54,7 +70,7 @@ class AttentionPlan(ABC):
         return turned[:, :heads]
 
     @abstractmethod
-    def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float) -> torch.Tensor:
+    def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         """Causal attention of ``q`` [T, Hq, D] over each sequence's own blocks, after :meth:`store`: [T, Hq, D]."""
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.attention.backend import Angles, AttentionBackend, AttentionPlan, by_token, store_by_slot
-from engine.attention.sdpa import SDPAttention, prompts
+from engine.attention.backend import Angles, AttentionBackend, AttentionPlan, Scoring, by_token, store_by_slot
+from engine.attention.sdpa import Prompt, SDPAttention, prompts
 from engine.batch import FlatBatch
 from engine.kv_cache import TORCH_DTYPES
 from engine.native.library import DTYPES, kernels_for
@@ -76,13 +76,14 @@ class NativePlan(AttentionPlan):
         self._backend = backend
         counts = np.diff(batch.query_start_loc)
         rows = np.flatnonzero(counts == 1)
-        chunks = np.flatnonzero(counts > 1)
+        self._batch = batch
+        self._chunks = np.flatnonzero(counts > 1)
         self._slots = np.ascontiguousarray(batch.slot_mapping)
         self._decodes = Decodes(batch, rows) if len(rows) else None
-        tiled = backend.tiled_prompts
-        self._tiled = [Tiled(batch, row) for row in chunks.tolist()] if tiled else []
-        self._gathered = [] if tiled else prompts(backend.gathering, batch, chunks)
-        longest = -(-max((chunk.length for chunk in self._tiled), default=0) // _AMX_STEP) * _AMX_STEP
+        tiled = self._chunks.tolist() if backend.tiled_prompts else []
+        self._tiled = {row: Tiled(batch, row) for row in tiled}
+        self._gathered: dict[Scoring, list[Prompt]] = {}
+        longest = -(-max((chunk.length for chunk in self._tiled.values()), default=0) // _AMX_STEP) * _AMX_STEP
         self._work = torch.empty(longest * 2 * backend.head_dim, dtype=backend.dtype)
 
     def store(self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
@@ -97,6 +98,8 @@ class NativePlan(AttentionPlan):
         tokens, heads, dim = qkv.shape
         q_heads = heads - 2 * backend.kv_heads
         cos, sin = angles
+        if 2 * cos.shape[-1] != dim:
+            return super().rotate_and_store(qkv, angles, k_cache, v_cache)
         assert all(part.is_contiguous() for part in (qkv, cos, sin))
         backend.kernels.rope_store(
             *(backend.half, qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), self._slots.ctypes.data),
@@ -105,7 +108,7 @@ class NativePlan(AttentionPlan):
         )
         return qkv[:, :q_heads]
 
-    def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float) -> torch.Tensor:
+    def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         """Causal attention of ``q`` [T, Hq, D]: [T, Hq, D]."""
         backend = self._backend
         _, heads, dim = q.shape
@@ -119,18 +122,31 @@ class NativePlan(AttentionPlan):
             rows, tables, lengths = self._decodes.addresses
             sizes = (self._decodes.count, self._decodes.width)
             backend.kernels.paged_decode(
-                backend.half, start, k, v, rows, tables, lengths, result, *sizes, *shape, scale, backend.threads
+                *(backend.half, start, k, v, rows, tables, lengths, result, *sizes, *shape),
+                *(scoring.scale, scoring.window, scoring.softcap, backend.threads),
             )
         item = q.element_size()
-        for chunk in self._tiled:
-            backend.kernels.prompt_attention(
-                *(start + chunk.first * stride * item, k, v, chunk.table, self._work.data_ptr()),
-                *(result + chunk.first * heads * dim * item, chunk.count, chunk.length, *shape),
-                *(scale, backend.threads),
-            )
-        for prompt in self._gathered:
-            out[prompt.tokens] = prompt.attend(q[prompt.tokens], k_cache, v_cache, scale)
+        for chunk in self._tiled.values():
+            if chunk.serves(scoring):
+                backend.kernels.prompt_attention(
+                    *(start + chunk.first * stride * item, k, v, chunk.table, self._work.data_ptr()),
+                    *(result + chunk.first * heads * dim * item, chunk.count, chunk.length, *shape),
+                    *(scoring.scale, backend.threads),
+                )
+        for prompt in self._prompts(scoring):
+            out[prompt.tokens] = prompt.attend(q[prompt.tokens], k_cache, v_cache)
         return out
+
+    def _prompts(self, scoring: Scoring) -> list[Prompt]:
+        """The chunks that go the way of ``sdpa``."""
+        found = self._gathered.get(scoring)
+        if found is None:
+            left = [
+                row for row in self._chunks.tolist() if row not in self._tiled or not self._tiled[row].serves(scoring)
+            ]
+            found = prompts(self._backend.gathering, self._batch, np.array(left, np.intp), scoring)
+            self._gathered[scoring] = found
+        return found
 
 
 class Decodes:
@@ -169,3 +185,7 @@ class Tiled:
         self.length = int(batch.seq_lens[row])
         self._table = np.ascontiguousarray(batch.block_table[row])
         self.table = self._table.ctypes.data
+
+    def serves(self, scoring: Scoring) -> bool:
+        """Whether the AMX kernel may compute it: it knows no cap and no window."""
+        return not scoring.softcap and not 0 < scoring.window < self.length

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.attention.backend import AttentionBackend, AttentionPlan, by_token
+from engine.attention.backend import AttentionBackend, AttentionPlan, Scoring, by_token
 from engine.batch import FlatBatch
 from protocol.layout import Order
 
@@ -29,7 +29,7 @@ class _ReferencePlan(AttentionPlan):
             by_token(k_cache, self.order)[block, offset] = k[token]
             by_token(v_cache, self.order)[block, offset] = v[token]
 
-    def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float) -> torch.Tensor:
+    def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         out = torch.empty_like(q)
         ends = self._batch.query_start_loc.tolist()
         for row in range(len(ends) - 1):
@@ -39,7 +39,11 @@ class _ReferencePlan(AttentionPlan):
                 values = self._context(v_cache, row, length)
                 group = q.shape[1] // keys.shape[1]
                 for head in range(q.shape[1]):
-                    scores = keys[:, head // group] @ q[token, head].double() * scale
+                    scores = keys[:, head // group] @ q[token, head].double() * scoring.scale
+                    if scoring.softcap:
+                        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+                    if scoring.window:
+                        scores[: -scoring.window] = -torch.inf
                     out[token, head] = (torch.softmax(scores, 0) @ values[:, head // group]).to(q.dtype)
         return out
 

@@ -6,12 +6,14 @@ becomes the rows of its query, so each K and V is read once. Prompt chunks are o
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from engine.attention.backend import AttentionBackend, AttentionPlan, by_token
+from engine.attention.backend import AttentionBackend, AttentionPlan, Scoring, by_token
 from engine.batch import FlatBatch
 from protocol.layout import KVLayout, Order
 
@@ -30,41 +32,69 @@ class SDPAttention(AttentionBackend):
 
     def plan(self, batch: FlatBatch) -> AttentionPlan:
         """The plan of one step."""
-        counts = np.diff(batch.query_start_loc)
-        decodes = np.flatnonzero(counts == 1)
-        return SDPAPlan(
-            self,
-            torch.from_numpy(batch.slot_mapping).to(self.device),
-            [Decodes(self, batch, rows) for rows in group_by_length(batch, decodes, self.block_size)],
-            prompts(self, batch, np.flatnonzero(counts > 1)),
-        )
+        return SDPAPlan(self, batch)
 
 
 class SDPAPlan(AttentionPlan):
-    """Groups of decodes, and prompt chunks."""
+    """Groups of decodes, and prompt chunks, for each way of scoring among the layers."""
 
-    def __init__(
-        self, backend: SDPAttention, slots: torch.Tensor, decodes: list[Decodes], prompts: list[Prompt]
-    ) -> None:
+    def __init__(self, backend: SDPAttention, batch: FlatBatch) -> None:
         super().__init__(backend.order)
+        self._backend = backend
+        self._batch = batch
+        slots = torch.from_numpy(batch.slot_mapping).to(backend.device)
         self._blocks = slots // backend.block_size
         self._offsets = slots % backend.block_size
-        self._decodes = decodes
-        self._prompts = prompts
+        self._parts: dict[Scoring, list[Decodes | Prompt]] = {}
 
     def store(self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
         """Write K and V of the step's tokens to their slots."""
         by_token(k_cache, self.order).index_put_((self._blocks, self._offsets), k)
         by_token(v_cache, self.order).index_put_((self._blocks, self._offsets), v)
 
-    def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float) -> torch.Tensor:
+    def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         """Causal attention of ``q`` [T, Hq, D]: [T, Hq, D]."""
+        parts = self._parts.get(scoring)
+        if parts is None:
+            parts = self._parts[scoring] = self._arrange(scoring)
         out = q.new_empty(q.shape)
-        for decodes in self._decodes:
-            out[decodes.tokens] = decodes.attend(q[decodes.tokens], k_cache, v_cache, scale)
-        for prompt in self._prompts:
-            out[prompt.tokens] = prompt.attend(q[prompt.tokens], k_cache, v_cache, scale)
+        for part in parts:
+            out[part.tokens] = part.attend(q[part.tokens], k_cache, v_cache)
         return out
+
+    def _arrange(self, scoring: Scoring) -> list[Decodes | Prompt]:
+        backend, batch = self._backend, self._batch
+        counts = np.diff(batch.query_start_loc)
+        reached = reach(batch, scoring.window, backend.block_size)
+        groups = group_by_length(reached.lengths, np.flatnonzero(counts == 1), backend.block_size)
+        return [
+            *(Decodes(backend, batch, rows, scoring) for rows in groups),
+            *prompts(backend, batch, np.flatnonzero(counts > 1), scoring),
+        ]
+
+
+class Reach(NamedTuple):
+    """What of each sequence a step reads.
+
+    Attributes:
+        blocks: int64 [B], whole blocks before the first that is read.
+        lengths: int64 [B], tokens from that one on.
+        blind: int64 [B], how many of them lie before the window of the sequence's first query.
+    """
+
+    blocks: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    blind: NDArray[np.int64]
+
+
+def reach(batch: FlatBatch, window: int, block_size: int) -> Reach:
+    """What each sequence of a batch reads under a window; 0 reads all."""
+    lengths = batch.seq_lens.astype(np.int64)
+    if not window:
+        return Reach(np.zeros_like(lengths), lengths, np.zeros_like(lengths))
+    unseen = np.maximum(lengths - np.diff(batch.query_start_loc) + 1 - window, 0)
+    blocks = unseen // block_size
+    return Reach(blocks, lengths - blocks * block_size, unseen - blocks * block_size)
 
 
 class Workspace:
@@ -96,31 +126,39 @@ class Decodes:
         tokens: index of them in the flat batch.
     """
 
-    def __init__(self, backend: SDPAttention, batch: FlatBatch, rows: NDArray[np.intp]) -> None:
+    def __init__(self, backend: SDPAttention, batch: FlatBatch, rows: NDArray[np.intp], scoring: Scoring) -> None:
         self._workspace = backend.workspace
         self._order: Order = backend.order
-        lens = batch.seq_lens[rows].astype(np.int64)
-        width = -(-int(lens.max()) // backend.block_size)
-        self.tokens = token_index(batch, rows, backend.device)
-        table = batch.block_table[rows, :width].astype(np.int64)
-        self._blocks = torch.from_numpy(table.reshape(-1)).to(backend.device)
+        self._scoring = scoring
+        first, lens, blind = (part[rows] for part in reach(batch, scoring.window, backend.block_size))
         self._length = int(lens.max())
-        beyond = np.arange(width * backend.block_size) >= lens[:, None]
+        width = -(-self._length // backend.block_size)
+        self.tokens = token_index(batch, rows, backend.device)
+        # Columns beyond a table's end are read from its last one: their slots are stale in any case.
+        columns = np.minimum(first[:, None] + np.arange(width), batch.block_table.shape[1] - 1)
+        table = np.take_along_axis(batch.block_table[rows], columns, 1).astype(np.int64)
+        self._blocks = torch.from_numpy(table.reshape(-1)).to(backend.device)
+        slots = np.arange(width * backend.block_size)
+        beyond = slots >= lens[:, None]
         # Slots beyond a sequence's end may hold anything, NaN too, which no mask would stop: they are zeroed.
         block, offset = np.divmod(np.flatnonzero(beyond), backend.block_size)
         self._stale = (torch.from_numpy(block).to(backend.device), torch.from_numpy(offset).to(backend.device))
         self._mask: torch.Tensor | None = None
-        if len(rows) > 1 and beyond[:, : self._length].any():
+        hidden = (beyond | (slots < blind[:, None]))[:, : self._length]
+        if hidden.any():
             mask = torch.zeros(len(rows), 1, 1, self._length, dtype=backend.dtype)
-            mask.masked_fill_(torch.from_numpy(beyond[:, None, None, : self._length]), -torch.inf)
+            mask.masked_fill_(torch.from_numpy(hidden[:, None, None]), -torch.inf)
             self._mask = mask.to(backend.device)
 
-    def attend(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
         """[R, Hq, D] of ``q`` [R, Hq, D]."""
         rows, heads, head_dim = q.shape
         k, v = (self._context(part, rows) for part in self._workspace.gather(k_cache, v_cache, self._blocks))
         folded = q.reshape(rows, k.shape[1], heads // k.shape[1], head_dim)
-        out = functional.scaled_dot_product_attention(folded, k, v, attn_mask=self._mask, scale=scale)
+        if self._scoring.softcap:
+            out = capped_attention(folded, k, v, self._mask, self._scoring)
+        else:
+            out = functional.scaled_dot_product_attention(folded, k, v, attn_mask=self._mask, scale=self._scoring.scale)
         return out.reshape(rows, heads, head_dim)
 
     def _context(self, gathered: torch.Tensor, rows: int) -> torch.Tensor:
@@ -139,38 +177,68 @@ class Prompt:
         tokens: their slice of the flat batch.
     """
 
-    def __init__(self, backend: SDPAttention, batch: FlatBatch, row: int) -> None:
+    def __init__(self, backend: SDPAttention, batch: FlatBatch, row: int, scoring: Scoring) -> None:
         self._workspace = backend.workspace
         self._order: Order = backend.order
-        first, end = batch.query_start_loc[row : row + 2].tolist()
-        self.tokens = slice(first, end)
-        self._length = int(batch.seq_lens[row])
-        width = -(-self._length // backend.block_size)
-        self._blocks = torch.from_numpy(batch.block_table[row, :width].astype(np.int64)).to(backend.device)
-        count = end - first
+        self._scoring = scoring
+        start, end = batch.query_start_loc[row : row + 2].tolist()
+        self.tokens = slice(start, end)
+        first, length = (int(part[row]) for part in reach(batch, scoring.window, backend.block_size)[:2])
+        self._length = length
+        blocks = batch.block_table[row, first : first - (-length // backend.block_size)]
+        self._blocks = torch.from_numpy(blocks.astype(np.int64)).to(backend.device)
+        count = end - start
         self._mask: torch.Tensor | None = None
-        if self._length > count:  # torch's own causal mask is aligned to the top left, this one to the bottom right
-            ones = torch.ones(count, self._length, dtype=torch.bool, device=backend.device)
-            allowed = ones.tril(self._length - count)
-            self._mask = torch.zeros(count, self._length, dtype=backend.dtype, device=backend.device)
+        # torch's own causal mask is aligned to the top left, this one to the bottom right
+        if length > count or scoring.softcap or (scoring.window and length > scoring.window):
+            allowed = torch.ones(count, length, dtype=torch.bool, device=backend.device).tril(length - count)
+            if scoring.window:
+                allowed = allowed.triu(length - count - scoring.window + 1)
+            self._mask = torch.zeros(count, length, dtype=backend.dtype, device=backend.device)
             self._mask.masked_fill_(~allowed, -torch.inf)
 
-    def attend(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
         """[n, Hq, D] of ``q`` [n, Hq, D]."""
         gathered = self._workspace.gather(k_cache, v_cache, self._blocks)
-        k, v = (
-            by_token(part, self._order).flatten(0, 1)[: self._length].transpose(0, 1).unsqueeze(0) for part in gathered
-        )
+        k, v = (by_token(part, self._order).flatten(0, 1)[: self._length].transpose(0, 1) for part in gathered)
+        queries = q.transpose(0, 1)
+        if self._scoring.softcap:
+            grouped = queries.reshape(k.shape[0], -1, *queries.shape[1:])
+            # One KV head at a time: the scores are held whole.
+            heads = [
+                capped_attention(grouped[head], k[head], v[head], self._mask, self._scoring)
+                for head in range(k.shape[0])
+            ]
+            return torch.cat(heads).transpose(0, 1)
         out = functional.scaled_dot_product_attention(
-            q.transpose(0, 1).unsqueeze(0),
-            k,
-            v,
+            queries.unsqueeze(0),
+            k.unsqueeze(0),
+            v.unsqueeze(0),
             attn_mask=self._mask,
             is_causal=self._mask is None,
-            scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1],
+            scale=self._scoring.scale,
+            enable_gqa=q.shape[1] != k.shape[0],
         )
         return out.squeeze(0).transpose(0, 1)
+
+
+def capped_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring
+) -> torch.Tensor:
+    """Attention with capped scores, which torch's own does not know: [..., n, D] of ``q`` [..., n, D].
+
+    Args:
+        q: queries.
+        k: [..., L, D].
+        v: like ``k``.
+        mask: added to the scores [..., n, L] once they are capped.
+        scoring: scale and cap.
+    """
+    scores = torch.matmul(q, k.transpose(-1, -2)).float() * (scoring.scale / scoring.softcap)
+    scores = scores.tanh_().mul_(scoring.softcap)
+    if mask is not None:
+        scores += mask
+    return torch.matmul(functional.softmax(scores, dim=-1).to(v.dtype), v)
 
 
 def token_index(batch: FlatBatch, rows: NDArray[np.intp], device: torch.device) -> slice | torch.Tensor:
@@ -182,14 +250,20 @@ def token_index(batch: FlatBatch, rows: NDArray[np.intp], device: torch.device) 
     return torch.from_numpy(places).to(device)
 
 
-def prompts(backend: SDPAttention, batch: FlatBatch, rows: NDArray[np.intp]) -> list[Prompt]:
+def prompts(backend: SDPAttention, batch: FlatBatch, rows: NDArray[np.intp], scoring: Scoring) -> list[Prompt]:
     """The prompt chunks in ``rows`` of a batch."""
-    return [Prompt(backend, batch, row) for row in rows.tolist()]
+    return [Prompt(backend, batch, row, scoring) for row in rows.tolist()]
 
 
-def group_by_length(batch: FlatBatch, rows: NDArray[np.intp], block_size: int) -> list[NDArray[np.intp]]:
-    """``rows`` in groups of similar length: none is padded to more than twice its own blocks, or by a few."""
-    blocks = -(-batch.seq_lens[rows] // block_size)
+def group_by_length(lengths: NDArray[np.int64], rows: NDArray[np.intp], block_size: int) -> list[NDArray[np.intp]]:
+    """``rows`` in groups of similar length: none is padded to more than twice its own blocks, or by a few.
+
+    Args:
+        lengths: [B], of every sequence of the batch.
+        rows: some of them.
+        block_size: tokens per block.
+    """
+    blocks = -(-lengths[rows] // block_size)
     order = np.argsort(-blocks, kind="stable")
     groups: list[NDArray[np.intp]] = []
     first = 0

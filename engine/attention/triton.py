@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from engine.attention.backend import AttentionBackend, AttentionPlan
+from engine.attention.backend import AttentionBackend, AttentionPlan, Scoring
 from engine.attention.sdpa import Prompt, SDPAttention, prompts
 from engine.batch import FlatBatch
 from engine.kernels.operands import HEAD_DIMS
 from engine.kernels.paged_decode import paged_decode
 from engine.kernels.store_kv import store_kv
 from protocol.errors import ConfigError
-from protocol.layout import KVLayout, Order
+from protocol.layout import KVLayout
 
 
 class TritonAttention(AttentionBackend):
@@ -24,49 +24,52 @@ class TritonAttention(AttentionBackend):
             raise ConfigError(
                 f"attention 'triton' serves head_dim {HEAD_DIMS}, the model has {layout.head_dim}", field="attention"
             )
-        self._gathering = SDPAttention(layout, device)
+        self.gathering = SDPAttention(layout, device)
 
     def plan(self, batch: FlatBatch) -> AttentionPlan:
         """The plan of one step."""
-        counts = np.diff(batch.query_start_loc)
-        return TritonPlan(
-            self.order,
-            self.device,
-            batch,
-            np.flatnonzero(counts == 1),
-            prompts(self._gathering, batch, np.flatnonzero(counts > 1)),
-        )
+        return TritonPlan(self, batch)
 
 
 class TritonPlan(AttentionPlan):
     """The decodes in one kernel, and prompt chunks one by one."""
 
-    def __init__(
-        self,
-        order: Order,
-        device: torch.device,
-        batch: FlatBatch,
-        rows: np.ndarray[tuple[int], np.dtype[np.intp]],
-        chunks: list[Prompt],
-    ) -> None:
-        super().__init__(order)
+    def __init__(self, backend: TritonAttention, batch: FlatBatch) -> None:
+        super().__init__(backend.order)
+        self._backend = backend
+        self._batch = batch
+        counts = np.diff(batch.query_start_loc)
+        rows, device = np.flatnonzero(counts == 1), backend.device
+        self._chunks = np.flatnonzero(counts > 1)
         self._slots = torch.from_numpy(batch.slot_mapping).to(device)
         self._tokens = torch.from_numpy(batch.query_start_loc[rows]).to(device)
         self._block_tables = torch.from_numpy(batch.block_table[rows]).to(device)
         self._seq_lens = torch.from_numpy(batch.seq_lens[rows]).to(device)
-        self._prompts = chunks
+        self._prompts: dict[Scoring, list[Prompt]] = {}
 
     def store(self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
         """Write K and V of the step's tokens to their slots."""
         store_kv(k, v, k_cache, v_cache, self._slots, self.order)
 
-    def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float) -> torch.Tensor:
+    def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         """Causal attention of ``q`` [T, Hq, D]: [T, Hq, D]."""
+        chunks = self._prompts.get(scoring)
+        if chunks is None:
+            chunks = prompts(self._backend.gathering, self._batch, self._chunks, scoring)
+            self._prompts[scoring] = chunks
         out = q.new_empty(q.shape)
         if self._tokens.numel():
             out[self._tokens] = paged_decode(
-                q[self._tokens], k_cache, v_cache, self._block_tables, self._seq_lens, scale, self.order
+                q[self._tokens],
+                k_cache,
+                v_cache,
+                self._block_tables,
+                self._seq_lens,
+                scoring.scale,
+                self.order,
+                window=scoring.window,
+                softcap=scoring.softcap,
             )
-        for prompt in self._prompts:
-            out[prompt.tokens] = prompt.attend(q[prompt.tokens], k_cache, v_cache, scale)
+        for prompt in chunks:
+            out[prompt.tokens] = prompt.attend(q[prompt.tokens], k_cache, v_cache)
         return out

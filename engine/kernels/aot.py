@@ -104,13 +104,15 @@ def _variants_of(dtype: torch.dtype, head_dim: int) -> Iterator[Variant]:
     )
     parts = {"part_ptr": "*fp32", "lse_ptr": "*fp32"}
     launch = paged_decode.launch(dtype, head_dim)
-    yield Variant(
-        name=f"paged_decode_split {label}",
-        kernel=paged_decode.paged_decode_split_kernel,
-        types=caches | parts | {"q_ptr": f"*{element}", "table_ptr": "*i32", "len_ptr": "*i32", "scale_log2e": "fp32"},
-        constants=paged_decode.split_constants(_GROUP, head_dim, _BLOCK_SIZE, launch.block_n),
-        options={"num_warps": launch.num_warps, "num_stages": launch.num_stages},
-    )
+    scalars = {"score_in": "fp32", "score_out": "fp32", "window": "i32"}
+    for capped in (False, True):
+        yield Variant(
+            name=f"paged_decode_split {label}{' capped' if capped else ''}",
+            kernel=paged_decode.paged_decode_split_kernel,
+            types=caches | parts | scalars | {"q_ptr": f"*{element}", "table_ptr": "*i32", "len_ptr": "*i32"},
+            constants=paged_decode.split_constants(_GROUP, head_dim, _BLOCK_SIZE, launch.block_n, capped=capped),
+            options={"num_warps": launch.num_warps, "num_stages": launch.num_stages},
+        )
     yield Variant(
         name=f"paged_decode_reduce {label}",
         kernel=paged_decode.paged_decode_reduce_kernel,

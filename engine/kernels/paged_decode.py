@@ -37,7 +37,9 @@ def paged_decode_split_kernel(
     len_ptr,
     part_ptr,
     lse_ptr,
-    scale_log2e,
+    score_in,
+    score_out,
+    window,
     stride_q_row,
     stride_q_head,
     stride_kc_block,
@@ -58,14 +60,19 @@ def paged_decode_split_kernel(
     D_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):
-    """Grid ``(rows, kv_heads, splits)``; scores are in base 2, as ``exp2`` is the GPU's own."""
+    """Grid ``(rows, kv_heads, splits)``; scores are in base 2, as ``exp2`` is the GPU's own.
+
+    A score is ``product * score_out``, capped ``tanh(product * score_in) * score_out``. Window 0 sees all.
+    """
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     length = tl.load(len_ptr + row)
-    part = tl.cdiv(tl.cdiv(length, tl.num_programs(2)), BLOCK_N) * BLOCK_N
-    begin = split * part
+    first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
+    part = tl.cdiv(tl.cdiv(length - first, tl.num_programs(2)), BLOCK_N) * BLOCK_N
+    begin = first + split * part
     end = tl.minimum(begin + part, length)
     group = tl.arange(0, GROUP_PAD)
     dim = tl.arange(0, D_PAD)
@@ -90,7 +97,12 @@ def paged_decode_split_kernel(
         k = tl.load(k_base + k_at[None, :] + dim[:, None], mask=seen[None, :] & in_dim[:, None], other=0.0)
         v_at = block * stride_vc_block + offset * stride_vc_token
         v = tl.load(v_base + v_at[:, None] + dim[None, :], mask=seen[:, None] & in_dim[None, :], other=0.0)
-        scores = tl.dot(q, k, input_precision="ieee") * scale_log2e
+        scores = tl.dot(q, k, input_precision="ieee")
+        if CAPPED:
+            # tanh by exp2, whose argument is never positive: it cannot overflow.
+            small = tl.exp2(tl.abs(scores * score_in) * -2.8853900817779268)
+            scores = tl.where(scores < 0.0, -1.0, 1.0) * (1.0 - small) / (1.0 + small)
+        scores = scores * score_out
         scores = tl.where(seen[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new_top[:, None])
@@ -156,7 +168,7 @@ def launch(dtype: torch.dtype, head_dim: int) -> Launch:
     return Launch(block_n=64, num_warps=4, num_stages=2)
 
 
-def split_constants(group: int, head_dim: int, block_size: int, block_n: int) -> dict[str, int]:
+def split_constants(group: int, head_dim: int, block_size: int, block_n: int, *, capped: bool) -> dict[str, int]:
     """Compile-time arguments of :data:`paged_decode_split_kernel`."""
     return {
         "GROUP": group,
@@ -165,6 +177,7 @@ def split_constants(group: int, head_dim: int, block_size: int, block_n: int) ->
         "D_PAD": triton.next_power_of_2(head_dim),
         "BLOCK_SIZE": block_size,
         "BLOCK_N": block_n,
+        "CAPPED": capped,
     }
 
 
@@ -188,6 +201,8 @@ def paged_decode(
     scale: float,
     order: Order,
     *,
+    window: int = 0,
+    softcap: float = 0.0,
     splits: int | None = None,
 ) -> torch.Tensor:
     """Attention of each row's one query over the first ``seq_lens[row]`` tokens of its block table.
@@ -200,6 +215,8 @@ def paged_decode(
         seq_lens: int32 ``[B]``, each at most ``M * block_size`` (not checked: that would wait for the GPU).
         scale: of the scores, commonly ``head_dim ** -0.5``.
         order: inner order of the caches.
+        window: only the last so many tokens of each row are seen; 0 for all.
+        softcap: scores become ``softcap * tanh(score / softcap)``; 0 leaves them.
         splits: parts per sequence, a power of two up to MAX_SPLITS; None chooses.
 
     Returns:
@@ -219,13 +236,16 @@ def paged_decode(
     check_operand("block_tables", block_tables, k_cache, shape=table_shape, dtype=torch.int32)
     check_operand("seq_lens", seq_lens, k_cache, shape=(rows,), dtype=torch.int32)
     require(math.isfinite(scale), "scale", "finite", scale)
+    require(window >= 0, "window", "at least 0", window)
+    require(softcap >= 0.0 and math.isfinite(softcap), "softcap", "at least 0 and finite", softcap)
     check_device(k_cache, paged_decode_split_kernel)
     out = torch.empty((rows, heads, cache.head_dim), dtype=q.dtype, device=q.device)
     if rows == 0:
         return out
     block_n, num_warps, num_stages = launch(q.dtype, cache.head_dim)
     if splits is None:
-        splits = choose_splits(rows, cache.kv_heads, table_shape[1] * cache.block_size, block_n)
+        longest = table_shape[1] * cache.block_size
+        splits = choose_splits(rows, cache.kv_heads, min(longest, window) if window else longest, block_n)
     require(0 < splits <= MAX_SPLITS and splits.bit_count() == 1, "splits", f"a power of two to {MAX_SPLITS}", splits)
     part = torch.empty((rows, heads, splits, cache.head_dim), dtype=torch.float32, device=q.device)
     lse = torch.empty((rows, heads, splits), dtype=torch.float32, device=q.device)
@@ -237,14 +257,16 @@ def paged_decode(
         seq_lens,
         part,
         lse,
-        scale * math.log2(math.e),
+        scale / softcap if softcap else 0.0,
+        (softcap or scale) * math.log2(math.e),
+        window,
         *q.stride()[:2],
         *cache.k_strides,
         *cache.v_strides,
         block_tables.stride(0),
         *part.stride()[:3],
         *lse.stride()[:2],
-        **split_constants(heads // cache.kv_heads, cache.head_dim, cache.block_size, block_n),
+        **split_constants(heads // cache.kv_heads, cache.head_dim, cache.block_size, block_n, capped=softcap > 0.0),
         num_warps=num_warps,
         num_stages=num_stages,
     )

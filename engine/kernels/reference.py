@@ -32,6 +32,9 @@ def paged_decode(
     seq_lens: torch.Tensor,
     scale: float,
     order: Order,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """As :func:`engine.kernels.paged_decode.paged_decode`, but the result is float64."""
     k_tokens, v_tokens = _tokens_first(k_cache, order), _tokens_first(v_cache, order)
@@ -44,7 +47,12 @@ def paged_decode(
         keys = k_tokens[blocks].flatten(0, 1)[:length].double()
         values = v_tokens[blocks].flatten(0, 1)[:length].double()
         grouped = q[row].double().unflatten(0, (kv_heads, -1))
-        weights = torch.softmax(torch.einsum("hgd,nhd->hgn", grouped, keys) * scale, dim=-1)
+        scores = torch.einsum("hgd,nhd->hgn", grouped, keys) * scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        if window:
+            scores[..., :-window] = -torch.inf
+        weights = torch.softmax(scores, dim=-1)
         out[row] = torch.einsum("hgn,nhd->hgd", weights, values).flatten(0, 1)
     return out
 

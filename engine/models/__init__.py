@@ -3,18 +3,40 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from protocol.errors import UnsupportedArchitecture
 
 if TYPE_CHECKING:
+    import torch
+
+    from engine.models.config import ModelConfig
     from engine.models.model import Model
 
 _FAMILIES = {
-    "LlamaForCausalLM": "engine.models.llama:Llama",
-    "MistralForCausalLM": "engine.models.llama:Llama",
-    "Qwen2ForCausalLM": "engine.models.llama:Llama",
+    "Gemma2ForCausalLM": "engine.models.gemma2",
+    "LlamaForCausalLM": "engine.models.llama",
+    "MistralForCausalLM": "engine.models.llama",
+    "MixtralForCausalLM": "engine.models.mixtral",
+    "Phi3ForCausalLM": "engine.models.phi3",
+    "Qwen2ForCausalLM": "engine.models.qwen",
+    "Qwen3ForCausalLM": "engine.models.qwen",
 }
+"""Module of each architecture; its ``build`` is a :class:`Build`."""
+
+
+class Build(Protocol):
+    """Makes an empty model."""
+
+    def __call__(self, config: ModelConfig, *, max_model_len: int, dtype: torch.dtype, device: torch.device) -> Model:
+        """Allocate the weights, without values.
+
+        Args:
+            config: geometry.
+            max_model_len: positions that are served.
+            dtype: of the weights.
+            device: where they lie.
+        """
 
 
 def architectures() -> list[str]:
@@ -22,8 +44,8 @@ def architectures() -> list[str]:
     return sorted(_FAMILIES)
 
 
-def family(architecture: str) -> type[Model]:
-    """The model class of an architecture.
+def family(architecture: str) -> Build:
+    """What builds models of an architecture.
 
     Raises:
         UnsupportedArchitecture: none is registered; lists the known ones.
@@ -33,6 +55,5 @@ def family(architecture: str) -> type[Model]:
         raise UnsupportedArchitecture(
             f"architecture {architecture!r} is not supported; known are {', '.join(architectures())}"
         )
-    module, _, name = path.partition(":")
-    found: type[Model] = getattr(import_module(module), name)
+    found: Build = import_module(path).build
     return found

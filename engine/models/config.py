@@ -5,34 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from engine.checkpoint import read_json
+from engine.models.fields import count, flag, number
+from engine.models.rope_config import RopeConfig
 from protocol.errors import CheckpointUnavailable, UnsupportedArchitecture
 
-_MAX_DIMENSION = 1 << 24
 _QKV_BIAS_ALWAYS = ("Qwen2ForCausalLM",)
 """Architectures with a bias on Q, K and V that their configuration does not mention."""
-ROPE_TYPES = ("default", "linear", "llama3")
+_WINDOW_ASKED_FOR = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Architectures whose later layers have the sliding window, and only where ``use_sliding_window`` is set."""
+_WINDOW_IN_TURNS = ("Gemma2ForCausalLM",)
+"""Architectures whose even layers have the sliding window."""
+_TIED_UNLESS_TOLD = ("Gemma2ForCausalLM",)
+_EXPERTS = ("MixtralForCausalLM",)
 
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary position embedding (Su et al., 2021), and how it is stretched to longer contexts.
-
-    Attributes:
-        type: default, linear (positions divided by ``factor``) or llama3 (only low frequencies are).
-        theta: base of the wavelengths.
-        factor: stretch; 1 for default.
-        low_freq_factor, high_freq_factor, original_positions: llama3's borders between the frequencies.
-    """
-
-    type: str
-    theta: float
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    original_positions: int = 0
+Activation = Literal["silu", "gelu_tanh"]
+_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +39,11 @@ class ModelConfig:
         tied_embeddings: whether the output projection is the embedding matrix.
         qkv_bias, output_bias, mlp_bias: which linears have a bias.
         max_positions: tokens of one sequence at most.
+        activation: of the gate.
+        windows: of each layer: tokens that a token sees, itself included (Beltagy et al., 2020); 0 for all.
+        attention_scale: of the scores.
+        attention_softcap, logits_softcap: ``c * tanh(x / c)`` of scores and of logits; 0 for none.
+        experts, experts_per_token: of a sparse MLP (Shazeer et al., 2017); 0 where it is dense.
     """
 
     architecture: str
@@ -66,6 +61,13 @@ class ModelConfig:
     output_bias: bool
     mlp_bias: bool
     max_positions: int
+    activation: Activation
+    windows: tuple[int, ...]
+    attention_scale: float
+    attention_softcap: float
+    logits_softcap: float
+    experts: int
+    experts_per_token: int
 
     @classmethod
     def read(cls, directory: Path) -> ModelConfig:
@@ -85,96 +87,95 @@ class ModelConfig:
             raise CheckpointUnavailable(f"config.json: architectures must name one, got {architectures!r}")
         architecture = architectures[0]
         _refuse_unserved(raw)
-        num_heads = _count(raw, "num_attention_heads")
-        kv_heads = _count(raw, "num_key_value_heads", num_heads)
-        hidden_size = _count(raw, "hidden_size")
-        head_dim = _count(raw, "head_dim", hidden_size // num_heads)
+        num_heads = count(raw, "num_attention_heads")
+        kv_heads = count(raw, "num_key_value_heads", num_heads)
+        hidden_size = count(raw, "hidden_size")
+        head_dim = count(raw, "head_dim", hidden_size // num_heads)
         if num_heads % kv_heads:
             raise CheckpointUnavailable(
                 f"config.json: num_attention_heads {num_heads} is no multiple of num_key_value_heads {kv_heads}"
             )
         if head_dim % 2:
             raise CheckpointUnavailable(f"config.json: head_dim must be even, got {head_dim}")
-        max_positions = _count(raw, "max_position_embeddings")
-        bias = _flag(raw, "attention_bias")
+        max_positions = count(raw, "max_position_embeddings")
+        rope = RopeConfig.parse(raw, head_dim=head_dim, max_positions=max_positions)
+        bias = flag(raw, "attention_bias")
+        num_layers = count(raw, "num_hidden_layers")
+        experts = count(raw, "num_local_experts") if architecture in _EXPERTS else 0
         return cls(
             architecture=architecture,
-            vocab_size=_count(raw, "vocab_size"),
+            vocab_size=count(raw, "vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=_count(raw, "intermediate_size"),
-            num_layers=_count(raw, "num_hidden_layers"),
+            intermediate_size=count(raw, "intermediate_size"),
+            num_layers=num_layers,
             num_heads=num_heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            rope=_rope(raw, max_positions),
-            rms_norm_eps=_number(raw, "rms_norm_eps", 1e-6),
-            tied_embeddings=_flag(raw, "tie_word_embeddings"),
+            rope=rope,
+            rms_norm_eps=number(raw, "rms_norm_eps", 1e-6),
+            tied_embeddings=flag(raw, "tie_word_embeddings", default=architecture in _TIED_UNLESS_TOLD),
             qkv_bias=bias or architecture in _QKV_BIAS_ALWAYS,
             output_bias=bias,
-            mlp_bias=_flag(raw, "mlp_bias"),
-            max_positions=max_positions,
+            mlp_bias=flag(raw, "mlp_bias"),
+            # Beyond them longrope has other divisors, for whole sequences: what is cached by then would be wrong.
+            max_positions=rope.original_positions if rope.type == "longrope" else max_positions,
+            activation=_activation(raw),
+            windows=_windows(raw, architecture, num_layers),
+            attention_scale=number(raw, "query_pre_attn_scalar", head_dim) ** -0.5,
+            attention_softcap=_softcap(raw, "attn_logit_softcapping"),
+            logits_softcap=_softcap(raw, "final_logit_softcapping"),
+            experts=experts,
+            experts_per_token=_experts_per_token(raw, experts),
         )
 
 
 def _refuse_unserved(raw: Mapping[str, Any]) -> None:
-    if raw.get("hidden_act", "silu") != "silu":
-        raise UnsupportedArchitecture(f"hidden_act {raw['hidden_act']!r} is not supported, only 'silu' is")
     if raw.get("quantization_config"):
         raise UnsupportedArchitecture("quantization_config is not supported: the weights must be plain floats")
-    if raw.get("sliding_window") and raw.get("use_sliding_window", True):
-        raise UnsupportedArchitecture(f"sliding_window {raw['sliding_window']!r} is not supported, only full attention")
     if raw.get("pretraining_tp", 1) not in (None, 1):
         raise UnsupportedArchitecture(f"pretraining_tp {raw['pretraining_tp']!r} is not supported, only 1 is")
+    if raw.get("use_bidirectional_attention"):
+        raise UnsupportedArchitecture("use_bidirectional_attention is not supported: attention is causal")
 
 
-def _rope(raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
-    # transformers 5 writes one rope_parameters; earlier releases wrote rope_theta and, where stretched, rope_scaling.
-    values = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(values, dict):
-        raise CheckpointUnavailable(f"config.json: rope parameters must be an object, got {values!r}")
-    kind = values.get("rope_type", values.get("type", "default"))
-    if kind not in ROPE_TYPES:
-        raise UnsupportedArchitecture(f"rope type {kind!r} is not supported, only {', '.join(ROPE_TYPES)} are")
-    partial = values.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
-    if partial not in (None, 1, 1.0):
-        raise UnsupportedArchitecture(f"partial_rotary_factor {partial!r} is not supported, only 1 is")
-    theta = _number(values, "rope_theta", _number(raw, "rope_theta", 10000.0))
-    if kind == "default":
-        return RopeConfig(kind, theta)
-    factor = _number(values, "factor")
-    if kind == "linear":
-        return RopeConfig(kind, theta, factor)
-    low, high = _number(values, "low_freq_factor"), _number(values, "high_freq_factor")
-    if high <= low:
-        raise CheckpointUnavailable(f"config.json: high_freq_factor {high} must be above low_freq_factor {low}")
-    return RopeConfig(
-        kind,
-        theta,
-        factor,
-        low_freq_factor=low,
-        high_freq_factor=high,
-        original_positions=_count(values, "original_max_position_embeddings", max_positions),
-    )
+def _activation(raw: Mapping[str, Any]) -> Activation:
+    name = raw.get("hidden_activation") or raw.get("hidden_act") or "silu"
+    if name not in _ACTIVATIONS:
+        raise UnsupportedArchitecture(f"hidden_act {name!r} is not supported, only {', '.join(_ACTIVATIONS)} are")
+    return _ACTIVATIONS[name]
 
 
-def _count(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    value = raw.get(name)
-    value = default if value is None else value
-    if type(value) is not int or not 1 <= value <= _MAX_DIMENSION:
-        raise CheckpointUnavailable(f"config.json: {name} must be in [1, {_MAX_DIMENSION}], got {value!r}")
-    return value
+def _softcap(raw: Mapping[str, Any], name: str) -> float:
+    return 0.0 if raw.get(name) is None else number(raw, name)
 
 
-def _number(raw: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    value = raw.get(name)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value < 1e30:
-        raise CheckpointUnavailable(f"config.json: {name} must be a positive number, got {value!r}")
-    return float(value)
+def _experts_per_token(raw: Mapping[str, Any], experts: int) -> int:
+    if not experts:
+        return 0
+    chosen = count(raw, "num_experts_per_tok", 2)
+    if chosen > experts:
+        raise CheckpointUnavailable(
+            f"config.json: num_experts_per_tok {chosen} is more than num_local_experts {experts}"
+        )
+    return chosen
 
 
-def _flag(raw: Mapping[str, Any], name: str) -> bool:
-    value = raw.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise CheckpointUnavailable(f"config.json: {name} must be true or false, got {value!r}")
-    return bool(value)
+def _windows(raw: Mapping[str, Any], architecture: str, num_layers: int) -> tuple[int, ...]:
+    asked_for = architecture in _WINDOW_ASKED_FOR
+    if not raw.get("sliding_window") or (asked_for and not flag(raw, "use_sliding_window")):
+        return (0,) * num_layers
+    window = count(raw, "sliding_window")
+    types = raw.get("layer_types")
+    if types is None:
+        first = count(raw, "max_window_layers", 28, least=0) if asked_for else 0
+        in_turns = architecture in _WINDOW_IN_TURNS
+        return tuple(window if index >= first and not (in_turns and index % 2) else 0 for index in range(num_layers))
+    known = {"full_attention": 0, "sliding_attention": window}
+    if not isinstance(types, list) or len(types) != num_layers:
+        raise CheckpointUnavailable(
+            f"config.json: layer_types must name each of {num_layers} layers, got {types!r:.80}"
+        )
+    for name in types:
+        if name not in known:
+            raise UnsupportedArchitecture(f"layer type {name!r} is not supported, only {', '.join(known)} are")
+    return tuple(known[name] for name in types)

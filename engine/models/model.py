@@ -12,15 +12,10 @@ import torch
 
 from engine.attention.backend import AttentionPlan
 from engine.kv_cache import KVCache
-from engine.models.config import ModelConfig
 
 
 class Model(ABC):
     """A decoder-only transformer over a paged KV cache."""
-
-    @abstractmethod
-    def __init__(self, config: ModelConfig, *, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate the weights, without values."""
 
     @abstractmethod
     def destinations(self) -> dict[str, torch.Tensor]:

@@ -26,7 +26,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "kvf_add_rms_norm": (_INT, *(_POINTER,) * 4, *(_SIZE,) * 2, _FLOAT, _INT),
     "kvf_silu_and_mul": (_INT, *(_POINTER,) * 2, *(_SIZE,) * 2, _INT),
     "kvf_rope_store": (_INT, *(_POINTER,) * 6, *(_SIZE,) * 5, _POINTER, _INT),
-    "kvf_paged_decode": (_INT, *(_POINTER,) * 7, *(_SIZE,) * 7, _POINTER, _FLOAT, _INT),
+    "kvf_paged_decode": (_INT, *(_POINTER,) * 7, *(_SIZE,) * 7, _POINTER, _FLOAT, _SIZE, _FLOAT, _INT),
     "kvf_prompt_attention": (*(_POINTER,) * 6, *(_SIZE,) * 7, _POINTER, _FLOAT, _INT),
 }
 DTYPES = (torch.float32, torch.bfloat16)

@@ -1,6 +1,6 @@
 // Attention of one query token per sequence over its blocks, where they lie. All query heads that share a KV head go
 // along it together, so that each byte of K and V is read from memory once. The softmax is online (Milakov and
-// Gimelshein, 2018), in float32. No slot beyond a sequence's end is read.
+// Gimelshein, 2018), in float32. No slot beyond a sequence's end is read, and none before the window's first.
 
 #include <cmath>
 
@@ -16,9 +16,10 @@ struct Running {
     Floats out[kMostChunks] = {};
 };
 
-// One run of up to sixteen tokens, G heads. q: [G][chunks] of Floats.
+// One run of up to sixteen tokens, G heads. q: [G][chunks] of Floats. softcap: 0 for none.
 template <class T, int G>
-void attend_run(const Floats* q, const T* k, const T* v, int tokens, int dim, int64_t stride, Running* running) {
+void attend_run(const Floats* q, const T* k, const T* v, int tokens, int dim, int64_t stride, float softcap,
+                Running* running) {
     const int chunks = (dim + kLanes - 1) / kLanes;
     Floats lines[G][kLanes] = {};
     for (int t = 0; t < tokens; ++t) {
@@ -33,6 +34,8 @@ void attend_run(const Floats* q, const T* k, const T* v, int tokens, int dim, in
     for (int g = 0; g < G; ++g) {
         float scores[kLanes];
         sum_lines(lines[g], scores);
+        if (softcap > 0.0f)
+            for (int t = 0; t < tokens; ++t) scores[t] = softcap * std::tanh(scores[t] / softcap);
         for (int t = tokens; t < kLanes; ++t) scores[t] = -INFINITY;
         const Floats row = load(scores);
         const float most = highest_of(row), before = running[g].highest;
@@ -55,16 +58,16 @@ void attend_run(const Floats* q, const T* k, const T* v, int tokens, int dim, in
 }
 
 template <class T>
-void attend_group(const Floats* q, const T* k, const T* v, int tokens, int dim, int64_t stride, int group,
-                  Running* running) {
+void attend_group(const Floats* q, const T* k, const T* v, int tokens, int dim, int64_t stride, float softcap,
+                  int group, Running* running) {
     const int chunks = (dim + kLanes - 1) / kLanes;
     while (group > 0) {
         const int heads = group < kMostHeads ? group : kMostHeads;
         switch (heads) {
-            case 1: attend_run<T, 1>(q, k, v, tokens, dim, stride, running); break;
-            case 2: attend_run<T, 2>(q, k, v, tokens, dim, stride, running); break;
-            case 3: attend_run<T, 3>(q, k, v, tokens, dim, stride, running); break;
-            default: attend_run<T, 4>(q, k, v, tokens, dim, stride, running); break;
+            case 1: attend_run<T, 1>(q, k, v, tokens, dim, stride, softcap, running); break;
+            case 2: attend_run<T, 2>(q, k, v, tokens, dim, stride, softcap, running); break;
+            case 3: attend_run<T, 3>(q, k, v, tokens, dim, stride, softcap, running); break;
+            default: attend_run<T, 4>(q, k, v, tokens, dim, stride, softcap, running); break;
         }
         q += heads * chunks;
         running += heads;
@@ -84,11 +87,13 @@ void fetch(const T* k, const T* v, int64_t tokens, int64_t dim, int64_t stride) 
 template <class T>
 void attend(const T* q, const T* k_cache, const T* v_cache, const int64_t* rows, const int32_t* tables,
             const int32_t* lengths, T* out, int64_t sequences, int64_t width, int64_t q_stride, int64_t kv_heads,
-            int64_t group, int64_t dim, int64_t block_size, const int64_t* strides, float scale, int threads) {
+            int64_t group, int64_t dim, int64_t block_size, const int64_t* strides, float scale, int64_t window,
+            float softcap, int threads) {
     const int chunks = static_cast<int>((dim + kLanes - 1) / kLanes);
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1 && sequences * kv_heads > 1)
     for (int64_t task = 0; task < sequences * kv_heads; ++task) {
         const int64_t sequence = task / kv_heads, head = task % kv_heads, length = lengths[sequence];
+        const int64_t begin = window > 0 && length > window ? length - window : 0;
         const int32_t* table = tables + sequence * width;
         const T* query = q + rows[sequence] * q_stride + head * group * dim;
         T* result = out + (rows[sequence] * kv_heads + head) * group * dim;
@@ -100,17 +105,17 @@ void attend(const T* q, const T* k_cache, const T* v_cache, const int64_t* rows,
                 for (int c = 0; c < chunks; ++c)
                     wide[g * chunks + c] =
                         load(query + (first + g) * dim + c * kLanes, static_cast<int>(dim) - c * kLanes) * scale;
-            for (int64_t at = 0; at < length; at += block_size) {
+            for (int64_t at = begin / block_size * block_size; at < length; at += block_size) {
                 const int64_t place = table[at / block_size] * strides[0] + head * strides[2];
                 const int64_t tokens = least(block_size, length - at);
                 if (at + block_size < length) {
                     const int64_t next = table[at / block_size + 1] * strides[0] + head * strides[2];
                     fetch(k_cache + next, v_cache + next, least(block_size, length - at - block_size), dim, strides[1]);
                 }
-                for (int64_t t = 0; t < tokens; t += kLanes)
+                for (int64_t t = begin > at ? begin - at : 0; t < tokens; t += kLanes)
                     attend_group(wide, k_cache + place + t * strides[1], v_cache + place + t * strides[1],
-                                 static_cast<int>(least(kLanes, tokens - t)), static_cast<int>(dim), strides[1], heads,
-                                 running);
+                                 static_cast<int>(least(kLanes, tokens - t)), static_cast<int>(dim), strides[1], softcap,
+                                 heads, running);
             }
             for (int g = 0; g < heads; ++g)
                 for (int64_t i = 0; i < dim; ++i)
@@ -123,17 +128,19 @@ void attend(const T* q, const T* k_cache, const T* v_cache, const int64_t* rows,
 }  // namespace
 
 // out [T, kv_heads * group, dim] at `rows`, of q [T, ...] with `q_stride` elements from token to token.
-// tables: [sequences, width]. strides: as kvf_rope_store's. dim <= 256.
+// tables: [sequences, width]. strides: as kvf_rope_store's. dim <= 256. window: tokens that are seen, 0 for all. softcap:
+// of the scores, 0 for none.
 extern "C" void kvf_paged_decode(int half, const void* q, const void* k_cache, const void* v_cache,
                                  const int64_t* rows, const int32_t* tables, const int32_t* lengths, void* out,
                                  int64_t sequences, int64_t width, int64_t q_stride, int64_t kv_heads, int64_t group,
-                                 int64_t dim, int64_t block_size, const int64_t* strides, float scale, int threads) {
+                                 int64_t dim, int64_t block_size, const int64_t* strides, float scale,
+                                 int64_t window, float softcap, int threads) {
     if (half)
         attend(static_cast<const bf16*>(q), static_cast<const bf16*>(k_cache), static_cast<const bf16*>(v_cache), rows,
                tables, lengths, static_cast<bf16*>(out), sequences, width, q_stride, kv_heads, group, dim, block_size,
-               strides, scale, threads);
+               strides, scale, window, softcap, threads);
     else
         attend(static_cast<const float*>(q), static_cast<const float*>(k_cache), static_cast<const float*>(v_cache),
                rows, tables, lengths, static_cast<float*>(out), sequences, width, q_stride, kv_heads, group, dim,
-               block_size, strides, scale, threads);
+               block_size, strides, scale, window, softcap, threads);
 }

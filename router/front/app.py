@@ -19,6 +19,7 @@ from router.front.errors import RETRY_AFTER, error_body, error_object, status_of
 from router.front.exchange import Exchange, Header, Receive, Scope, Send
 from router.front.formats import AnswerFormat, ChatShape, CompletionShape, Result, Shape, Timings, Usage, event
 from router.front.generation import GenerationService
+from router.front.logprobs import ShownToken
 from router.front.parsing import parse_chat, parse_completion, shown
 from router.front.plan import Plan, Planner
 from router.front.routes import Found, RouteTable, WrongMethod
@@ -114,10 +115,11 @@ class Front:
                 self._service.model,
                 include_usage=ready.include_usage,
                 timings=exchange.header(b"x-kvferry-timings") == b"1",
+                logprobs=ready.generations[0].sampling.logprobs is not None,
             )
             choices = Choices(self._service, self._tokenizer, ready)
             send = _stream if ready.stream else _collect
-            await send(exchange, form, choices, _prompt_tokens(ready))
+            await send(exchange, form, choices, ready.prompt_tokens)
 
         await exchange.until_gone(work())
 
@@ -183,12 +185,14 @@ async def _refuse(exchange: Exchange, error: KVFerryError) -> None:
 async def _collect(exchange: Exchange, form: AnswerFormat, choices: Choices, prompt_tokens: int) -> None:
     """Answer with one object."""
     texts: list[list[str]] = [[] for _ in choices.texts]
+    tokens: list[list[ShownToken]] = [[] for _ in choices.texts]
     results: dict[int, Result] = {}
     async with aclosing(choices.pieces()) as pieces:
         async for index, piece in pieces:
             texts[index].append(piece.text)
+            tokens[index].extend(piece.tokens)
             if piece.finish_reason is not None:
-                results[index] = Result("".join(texts[index]), piece.finish_reason)
+                results[index] = Result("".join(texts[index]), piece.finish_reason, tuple(tokens[index]))
     ordered = [results[index] for index in range(len(texts))]
     await exchange.respond(200, form.whole(ordered, _usage(choices, prompt_tokens), _timings(choices)))
 
@@ -205,8 +209,8 @@ async def _stream(exchange: Exchange, form: AnswerFormat, choices: Choices, prom
             if index not in opened:
                 opened.add(index)
                 data = form.opening(index)
-            if piece.text:
-                data += form.text(index, piece.text)
+            if piece.text or piece.tokens:
+                data += form.text(index, piece.text, piece.tokens)
             if piece.finish_reason is not None:
                 closing = form.closing(index, piece.finish_reason)
                 open_choices -= 1
@@ -217,10 +221,6 @@ async def _stream(exchange: Exchange, form: AnswerFormat, choices: Choices, prom
                 data += event(closing)
             if data:
                 await exchange.write(data)
-
-
-def _prompt_tokens(plan: Plan) -> int:
-    return sum(len(generation.token_ids) for generation in plan.generations)
 
 
 def _usage(choices: Choices, prompt_tokens: int) -> Usage:

@@ -11,10 +11,9 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from protocol.errors import InvariantViolation
-from router.front.detokenizer import Decoder
 from router.front.generation import GenerationService
 from router.front.plan import Plan
-from router.front.text import OutputText, Piece
+from router.front.text import OutputText, Piece, TextDecoder
 
 QUEUED_PIECES = 64
 """Pieces of all choices that wait for a slow client; then the choices wait."""
@@ -29,7 +28,7 @@ class Choices:
         texts: by index; their token counts and reports are final once all pieces came.
     """
 
-    def __init__(self, service: GenerationService, decoder: Decoder, plan: Plan) -> None:
+    def __init__(self, service: GenerationService, decoder: TextDecoder, plan: Plan) -> None:
         self._service = service
         self._plan = plan
         self.texts = tuple(
@@ -66,17 +65,29 @@ class Choices:
     async def _all(self) -> AsyncGenerator[Indexed, None]:
         queue: asyncio.Queue[Indexed | Exception | None] = asyncio.Queue(QUEUED_PIECES)
 
+        # Choices of one prompt begin once the first of them has its first token: they find the prompt in the caches.
+        first_token = [asyncio.Event() for _ in self.texts]
+
         async def feed(index: int) -> None:
             try:
                 async with aclosing(self._one(index)) as source:
                     async for piece in source:
+                        first_token[index].set()
                         await queue.put(piece)
             except Exception as error:  # it is raised again where the pieces are read
                 await queue.put(error)
             else:
                 await queue.put(None)
 
-        tasks = [asyncio.create_task(feed(index)) for index in range(len(self.texts))]
+        async def follow(index: int, leader: int) -> None:
+            await first_token[leader].wait()
+            await feed(index)
+
+        leaders = self._leaders()
+        tasks = [
+            asyncio.create_task(feed(index) if leader == index else follow(index, leader))
+            for index, leader in enumerate(leaders)
+        ]
         try:
             open_choices = len(tasks)
             while open_choices:
@@ -91,3 +102,10 @@ class Choices:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _leaders(self) -> list[int]:
+        """For each choice the first one of the same prompt."""
+        first: dict[tuple[int, ...], int] = {}
+        return [
+            first.setdefault(generation.token_ids, index) for index, generation in enumerate(self._plan.generations)
+        ]

@@ -6,6 +6,7 @@ What is the same in every chunk of a stream is serialised once; a chunk costs on
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -13,6 +14,7 @@ import msgspec
 
 from protocol.sampling import FinishReason
 from router.front.generation import GenerationReport
+from router.front.logprobs import ShownToken, chat_logprobs, completion_logprobs
 
 DONE = b"data: [DONE]\n\n"
 
@@ -30,6 +32,7 @@ class Result:
 
     text: str
     finish_reason: FinishReason
+    tokens: tuple[ShownToken, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,9 @@ class Shape(Protocol):
     def whole(self, text: str) -> dict[str, Any]:
         """The fields of a whole choice."""
 
+    def logprobs(self, tokens: Sequence[ShownToken]) -> dict[str, Any]:
+        """The log-probabilities of a choice, or of one chunk of it."""
+
 
 class ChatShape:
     """``chat.completion``."""
@@ -96,6 +102,10 @@ class ChatShape:
     def whole(self, text: str) -> dict[str, Any]:
         """The assistant's message."""
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def logprobs(self, tokens: Sequence[ShownToken]) -> dict[str, Any]:
+        """One object per token."""
+        return chat_logprobs(tokens)
 
 
 class CompletionShape:
@@ -121,6 +131,10 @@ class CompletionShape:
         """Plain text."""
         return {"text": text}
 
+    def logprobs(self, tokens: Sequence[ShownToken]) -> dict[str, Any]:
+        """One list per kind of value."""
+        return completion_logprobs(tokens)
+
 
 class AnswerFormat:
     """The bytes of one answer.
@@ -131,13 +145,17 @@ class AnswerFormat:
         model: name to show.
         include_usage: whether a stream's last chunk has the usage (the others then say null).
         timings: whether the client asked for them.
+        logprobs: whether it asked for log-probabilities.
     """
 
-    def __init__(self, shape: Shape, request_id: str, model: str, *, include_usage: bool, timings: bool) -> None:
+    def __init__(
+        self, shape: Shape, request_id: str, model: str, *, include_usage: bool, timings: bool, logprobs: bool = False
+    ) -> None:
         self._shape = shape
         self._head = {"id": shape.id_prefix + request_id, "created": int(time.time()), "model": model}
         self._include_usage = include_usage
         self._timings = timings
+        self._logprobs = logprobs
         self._frames: dict[int, tuple[bytes, bytes]] = {}
 
     def opening(self, index: int) -> bytes:
@@ -145,8 +163,11 @@ class AnswerFormat:
         fields = self._shape.opening()
         return b"" if fields is None else event(_encode(self._chunk([_choice(index, fields, None)])))
 
-    def text(self, index: int, text: str) -> bytes:
-        """The event for a piece of text."""
+    def text(self, index: int, text: str, tokens: Sequence[ShownToken] = ()) -> bytes:
+        """The event for a piece of text, and the tokens that came with it."""
+        if tokens:
+            choice = _choice(index, self._shape.text(text), None) | {"logprobs": self._shape.logprobs(tokens)}
+            return event(_encode(self._chunk([choice])))
         frame = self._frames.get(index)
         if frame is None:
             frame = self._frames[index] = self._frame(index)
@@ -173,6 +194,9 @@ class AnswerFormat:
         choices = [
             _choice(index, self._shape.whole(result.text), result.finish_reason) for index, result in enumerate(results)
         ]
+        if self._logprobs:
+            for choice, result in zip(choices, results, strict=True):
+                choice["logprobs"] = self._shape.logprobs(result.tokens)
         answer = {**self._head, "object": self._shape.whole_object, "choices": choices, "usage": usage.to_json()}
         return _encode({**answer, **self._timed(timings)})
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from protocol.sampling import FinishReason, SamplingParams
+from protocol.sampling import FinishReason, SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,13 @@ class Output:
         finish_reason: set on the last output only.
         report: set on the last output. An earlier output may carry what is known so far: it is all that a
             generation closed by a stop string ever reports.
+        logprobs: one per token where the sampling asks for them, none elsewhere.
     """
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     report: GenerationReport | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ MAX_SHOWN = 100
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """Served roles, and what templates call them."""
 
-_PATH = re.compile(r" - at `\$(?P<path>.*)`$")
+_PATH = re.compile(r" - at (?:`key` in )?`\$(?P<path>.*)`$")
 _MISSING = re.compile(r"missing required field `(?P<name>.+?)`")
 _STEP = re.compile(r"\.?(?P<key>[^.\[]+)|\[(?P<index>\d+|\.\.\.)\]")
 
@@ -39,10 +39,6 @@ def _false(value: Any) -> bool:
 
 
 UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
-    "n": _number(1),
-    "best_of": _number(1),
-    "logprobs": _false,
-    "top_logprobs": _number(0),
     "echo": _false,
     "suffix": _empty,
     "tools": _empty,
@@ -52,11 +48,6 @@ UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     "response_format": lambda value: isinstance(value, dict) and value.get("type") == "text",
     "modalities": lambda value: value == ["text"],
     "audio": _empty,
-    "logit_bias": _empty,
-    "presence_penalty": _number(0),
-    "frequency_penalty": _number(0),
-    "repetition_penalty": _number(1),
-    "min_p": _number(0),
 }
 """Fields that are known and not served, with the test for a value that asks for nothing (null always does)."""
 

@@ -6,7 +6,9 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from protocol.errors import ContextLengthExceeded, InvalidRequest
+import msgspec
+
+from protocol.errors import ContextLengthExceeded, InvalidRequest, UnsupportedField
 from protocol.sampling import MAX_STOP_TOKEN_IDS, SamplingParams
 from router.front.config import FrontConfig
 from router.front.generation import Generation
@@ -27,12 +29,14 @@ class Plan:
         stops: stop strings.
         stream: whether the answer is sent as events.
         include_usage: whether a stream ends with a usage chunk.
+        prompt_tokens: of all prompts; one that several choices continue counts once.
     """
 
     generations: tuple[Generation, ...]
     stops: tuple[str, ...]
     stream: bool
     include_usage: bool
+    prompt_tokens: int
 
 
 class Planner:
@@ -59,12 +63,19 @@ class Planner:
         given = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         budget = OutputBudget(given, field, None)
-        return self._plan(request, ((prompt, "messages"),), budget)
+        if request.top_logprobs is not None and not request.logprobs:
+            raise InvalidRequest("top_logprobs is allowed only with logprobs set", field="top_logprobs")
+        logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        return self._plan(request, ((prompt, "messages"),), budget, logprobs)
 
     def completion(self, request: CompletionRequest) -> Plan:
         """The plan for a completion, one choice per prompt; raises as :meth:`chat`."""
         budget = OutputBudget(request.max_tokens, "max_tokens", self._config.default_max_tokens)
-        return self._plan(request, tuple(self._prompts(request)), budget)
+        if request.best_of is not None and request.best_of != (request.n or 1):
+            raise UnsupportedField(
+                f"best_of other than n is not supported, got {request.best_of} with n {request.n or 1}", field="best_of"
+            )
+        return self._plan(request, tuple(self._prompts(request)), budget, request.logprobs)
 
     def _prompts(self, request: CompletionRequest) -> Iterator[tuple[tuple[int, ...], str]]:
         """Each prompt's token ids, with the name of where it came from."""
@@ -104,30 +115,44 @@ class Planner:
         return token_ids
 
     def _plan(
-        self, request: GenerationRequest, prompts: tuple[tuple[tuple[int, ...], str], ...], budget: OutputBudget
+        self,
+        request: GenerationRequest,
+        prompts: tuple[tuple[tuple[int, ...], str], ...],
+        budget: OutputBudget,
+        logprobs: int | None,
     ) -> Plan:
+        copies = request.n or 1
+        if copies * len(prompts) > self._config.max_batch:
+            raise InvalidRequest(
+                f"n must leave at most {self._config.max_batch} choices, got {copies} of {len(prompts)} prompts",
+                field="n",
+            )
         seed = secrets.randbits(63) if request.seed is None else request.seed & SEED_MASK
         stop_token_ids = self._stop_token_ids(request)
-        generations = tuple(
-            Generation(
-                token_ids=token_ids,
-                sampling=_sampling(
-                    request, budget.of(len(token_ids), where, self._max_model_len), seed, stop_token_ids
-                ),
-                cache_salt=request.cache_salt or "",
-                timeout=request.timeout,
-            )
-            for token_ids, where in prompts
-        )
+        logit_bias = self._logit_bias(request)
+        generations = []
+        for token_ids, where in prompts:
+            max_tokens = budget.of(len(token_ids), where, self._max_model_len)
+            sampling = _sampling(request, max_tokens, seed, stop_token_ids, logit_bias, logprobs)
+            for copy in range(copies):
+                generation = Generation(
+                    token_ids=token_ids,
+                    # Copies of one prompt are drawn apart, each the same again for the same seed.
+                    sampling=msgspec.structs.replace(sampling, seed=(seed + copy) & SEED_MASK),
+                    cache_salt=request.cache_salt or "",
+                    timeout=request.timeout,
+                )
+                generations.append(generation)
         options = request.stream_options
         if options is not None and not request.stream:
             raise InvalidRequest("stream_options is allowed only with stream set", field="stream_options")
         stops = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
         return Plan(
-            generations=generations,
+            generations=tuple(generations),
             stops=stops,
             stream=bool(request.stream),
             include_usage=options is not None and bool(options.include_usage),
+            prompt_tokens=sum(len(token_ids) for token_ids, _ in prompts),
         )
 
     def _stop_token_ids(self, request: GenerationRequest) -> tuple[int, ...]:
@@ -140,6 +165,12 @@ class Planner:
                 field="stop_token_ids",
             )
         return merged
+
+    def _logit_bias(self, request: GenerationRequest) -> tuple[tuple[int, float], ...]:
+        # Keys that write the same id differently ("07") are one id, whose last value counts.
+        biases = {int(key): bias for key, bias in (request.logit_bias or {}).items()}
+        self._check_ids(tuple(biases), "logit_bias")
+        return tuple(sorted(biases.items()))
 
 
 @dataclass(frozen=True)
@@ -186,7 +217,12 @@ class OutputBudget:
 
 
 def _sampling(
-    request: GenerationRequest, max_tokens: int, seed: int, stop_token_ids: tuple[int, ...]
+    request: GenerationRequest,
+    max_tokens: int,
+    seed: int,
+    stop_token_ids: tuple[int, ...],
+    logit_bias: tuple[tuple[int, float], ...],
+    logprobs: int | None,
 ) -> SamplingParams:
     temperature = 1.0 if request.temperature is None else request.temperature
     if not 0.0 <= temperature <= MAX_TEMPERATURE:
@@ -201,6 +237,12 @@ def _sampling(
         max_tokens=max_tokens,
         min_tokens=request.min_tokens or 0,
         stop_token_ids=stop_token_ids,
+        min_p=request.min_p or 0.0,
+        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        logit_bias=logit_bias,
+        logprobs=logprobs,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 
 from protocol.messages import MAX_SALT
-from protocol.sampling import TokenId
+from protocol.sampling import MAX_BIASED, MAX_LOGPROBS, TokenId
 
 MAX_STOPS = 4
 MAX_STOP_LENGTH = 256
@@ -18,6 +18,8 @@ MAX_MESSAGES = 4096
 MAX_PARTS = 1024
 
 StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
+TokenKey = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,10}$")]
+"""A token id as JSON's objects have it."""
 Seed = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
@@ -63,13 +65,13 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: Annotated[str, msgspec.Meta(max_length=MAX_SALT)] | None = None
     timeout: Annotated[float, msgspec.Meta(gt=0, le=86400)] | None = None
 
-    n: Any = None
-    logprobs: Any = None
-    logit_bias: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    repetition_penalty: Any = None
-    min_p: Any = None
+    n: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    logit_bias: Annotated[dict[TokenKey, float], msgspec.Meta(max_length=MAX_BIASED)] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_p: float | None = None
+
     response_format: Any = None
 
 
@@ -78,8 +80,9 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
 
     messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
-    top_logprobs: Any = None
     tools: Any = None
     tool_choice: Any = None
     functions: Any = None
@@ -93,6 +96,8 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
 
     prompt: str | list[str | TokenId | list[TokenId]]
 
-    best_of: Any = None
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    best_of: Annotated[int, msgspec.Meta(ge=1)] | None = None
+
     echo: Any = None
     suffix: Any = None

@@ -6,19 +6,32 @@ Life cycle of an :class:`OutputText`: :meth:`~OutputText.push` for each output u
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from protocol.sampling import FinishReason
 from router.front.detokenizer import Decoder, Detokenizer
 from router.front.generation import GenerationReport, Output
+from router.front.logprobs import ShownToken, Spelling
 from router.front.stop_strings import StopMatcher
+
+
+class TextDecoder(Decoder, Spelling, Protocol):
+    """What is needed of a tokenizer."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The next piece of one choice's text; with a finish reason it is the last."""
+    """The next piece of one choice's text; with a finish reason it is the last.
+
+    Attributes:
+        text: may be empty.
+        finish_reason: set on the last.
+        tokens: those that came with it, where log-probabilities were asked for; text may lag behind them.
+    """
 
     text: str
     finish_reason: FinishReason | None
+    tokens: tuple[ShownToken, ...] = ()
 
 
 class OutputText:
@@ -29,10 +42,12 @@ class OutputText:
         report: the newest that the service gave.
     """
 
-    def __init__(self, decoder: Decoder, stops: tuple[str, ...], min_tokens: int) -> None:
+    def __init__(self, decoder: TextDecoder, stops: tuple[str, ...], min_tokens: int) -> None:
+        self._decoder = decoder
         self._detokenizer = Detokenizer(decoder)
         self._matcher = StopMatcher(stops)
         self._min_tokens = min_tokens
+        self._characters = 0
         self.tokens = 0
         self.report: GenerationReport | None = None
 
@@ -43,16 +58,21 @@ class OutputText:
         # The token that ended the request is counted, but it is no text.
         last = len(token_ids) - 1 if output.finish_reason == "stop" else len(token_ids)
         parts: list[str] = []
-        for token_id in token_ids[:last]:
+        shown: list[ShownToken] = []
+        for index, token_id in enumerate(token_ids[:last]):
             self.tokens += 1
-            if self._add(self._detokenizer.push(token_id), parts):
-                return Piece("".join(parts), "stop")
+            if output.logprobs:
+                shown.append(ShownToken.of(self._decoder, token_id, output.logprobs[index], self._characters))
+            text = self._detokenizer.push(token_id)
+            self._characters += len(text)
+            if self._add(text, parts):
+                return Piece("".join(parts), "stop", tuple(shown))
         self.tokens += len(token_ids) - last
         if output.finish_reason is not None:
             if self._add(self._detokenizer.flush(), parts):
-                return Piece("".join(parts), "stop")
+                return Piece("".join(parts), "stop", tuple(shown))
             parts.append(self._matcher.flush())
-        return Piece("".join(parts), output.finish_reason)
+        return Piece("".join(parts), output.finish_reason, tuple(shown))
 
     def _add(self, text: str, parts: list[str]) -> bool:
         """Pass text through the matcher, and tell whether it ended a stop string."""

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from decode_worker.scheduler import DecodeScheduler, chunks_of
 from decode_worker.sequence import Sequence, SequenceState, import_owner, quarantine_owner
+from engine.batch import Draw
 from engine.block_pool import BlockPool
 from protocol.ids import Peer, RequestKey
 from protocol.messages import PrefillAddress, Reserve
@@ -58,7 +59,7 @@ def test_outputs_are_numbered_over_attempts_and_end_at_max_tokens() -> None:
     running(subject, "a", 6, emitted=2, max_tokens=5)
     seen = []
     while step := subject.next_step().sequences:
-        seen += subject.complete_step([3] * len(step))
+        seen += subject.complete_step([Draw(3)] * len(step))
     assert [(output.start, output.finish_reason) for output in seen] == [(3, None), (4, "length")]
     assert pool.counts().active == 0
 
@@ -67,7 +68,7 @@ def test_a_stop_token_ends_the_sequence() -> None:
     subject, pool = scheduler()
     running(subject, "a", 3)
     subject.next_step()
-    (output,) = subject.complete_step([STOP])
+    (output,) = subject.complete_step([Draw(STOP)])
     assert output.finish_reason == "stop"
     assert pool.counts().active == 0
     assert subject.idle
@@ -101,7 +102,7 @@ def test_generated_blocks_are_found_by_a_longer_prompt() -> None:
     running(subject, "a", 6, max_tokens=8)
     produced = [7]
     while step := subject.next_step().sequences:
-        produced += [output.token_id for output in subject.complete_step([3] * len(step))]
+        produced += [output.draw.token_id for output in subject.complete_step([Draw(3)] * len(step))]
     subject.add(request("b", (*range(100, 106), *produced, 55)), ROUTER, 0.0)
     (sequence,) = subject.admit()
     # The last token drawn was never computed: 6 + 8 tokens, 13 of them in the pool, 3 full blocks.
@@ -126,7 +127,7 @@ def test_a_full_pool_preempts_the_youngest_and_the_oldest_goes_on() -> None:
     while not preempted:
         step = subject.next_step()
         preempted += step.preempted
-        subject.complete_step([3] * len(step.sequences))
+        subject.complete_step([Draw(3)] * len(step.sequences))
     assert preempted == [young]
     assert young.tracker.state is SequenceState.GONE
     assert old.tracker.state is SequenceState.RUNNING
@@ -139,7 +140,7 @@ def test_preempting_an_import_waits_for_its_window() -> None:
     subject.add(request("young", tuple(range(8))), ROUTER, 0.0)
     (young,) = subject.admit()
     while not (step := subject.next_step()).preempted:
-        subject.complete_step([3] * len(step.sequences))
+        subject.complete_step([Draw(3)] * len(step.sequences))
     assert step.preempted == (young,)
     assert step.sequences == ()
     pool.move_all(import_owner(young.key), quarantine_owner(young.key))
@@ -154,7 +155,7 @@ def test_drop_during_a_step_keeps_the_blocks_until_the_step_ends() -> None:
     subject.next_step()
     assert subject.drop(sequence.key) is sequence
     assert pool.counts().active == 2
-    assert subject.complete_step([3]) == []
+    assert subject.complete_step([Draw(3)]) == []
     assert pool.counts().active == 0
 
 
@@ -231,7 +232,7 @@ class DecodeLife(RuleBasedStateMachine):
             for sequence in self.subject.fail_step():
                 del self.live[sequence.key]
             return
-        for output in self.subject.complete_step([token] * len(self.step.sequences)):
+        for output in self.subject.complete_step([Draw(token)] * len(self.step.sequences)):
             if output.finish_reason is not None:
                 del self.live[output.sequence.key]
 

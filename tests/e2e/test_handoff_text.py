@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
+from checkpoints import tiny_llama
 from oracle import Oracle
 from rack import Rack, rack
 
@@ -142,3 +143,22 @@ async def test_a_seed_gives_one_text_whatever_the_company(tiny_llama_dir: Path, 
         assert [answer.token_ids for answer in together] == alone
         other = await running.ask(asked[0], seed=99, **sampling)
         assert other.token_ids != alone[0]
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        {"family": "gemma2", "head_dim": 16, "sliding_window": 7, "attn_logit_softcapping": 5.0},
+        {"family": "mixtral", "num_local_experts": 4},
+        {"family": "qwen3", "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+        {"family": "phi3", "sliding_window": 9},
+    ],
+    ids=lambda family: str(family["family"]),
+)
+async def test_other_families_cross_too(family: dict[str, object], tmp_path: Path) -> None:
+    tiny_llama(tmp_path, **family)
+    oracle = Oracle(tmp_path)
+    async with rack(tmp_path, engine={"max_batch_tokens": 8}) as running:
+        for prompt in prompts(oracle, (1, BLOCK, 2 * BLOCK + 1, 47)):
+            answer = await running.ask(prompt)
+            assert answer.token_ids == oracle.greedy(prompt, 12), f"prompt of {len(prompt)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.attention.backend import Scoring
 from engine.attention.reference import ReferenceAttention
 from engine.attention.triton import TritonAttention
 from engine.batch import BatchLimits, Chunk, flatten
@@ -16,7 +17,7 @@ CPU = torch.device("cpu")
 CHUNKS = [Chunk([0], 5, [7]), Chunk([0] * 3, 6, [3, 9]), Chunk([0], 17, [2, 8, 4]), Chunk([0] * 9, 0, [5, 1])]
 
 
-def compare(order: Order) -> None:
+def compare(order: Order, scoring: Scoring) -> None:
     layout = KVLayout(num_layers=2, kv_heads=2, head_dim=64, block_size=8, dtype="float32", order=order)
     batch = flatten(CHUNKS, BatchLimits(8, 12, 1, 100))
     tokens = len(batch.token_ids)
@@ -28,7 +29,7 @@ def compare(order: Order) -> None:
         cache.tensor.copy_(context)
         plan = backend.plan(batch)
         plan.store(k, v, *cache.layer(1))
-        outs.append((plan.forward(q, *cache.layer(1), 0.125), cache.tensor))
+        outs.append((plan.forward(q, *cache.layer(1), scoring), cache.tensor))
     torch.testing.assert_close(outs[1][0], outs[0][0], rtol=1e-5, atol=1e-5)
     assert torch.equal(outs[1][1], outs[0][1])
     print(order)
@@ -36,7 +37,7 @@ def compare(order: Order) -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    compare("NHD")
-    compare("HND")
+    compare("NHD", Scoring(0.125))
+    compare("HND", Scoring(0.125, window=7, softcap=2.0))
     with pytest.raises(ConfigError, match="head_dim"):
         TritonAttention(KVLayout(num_layers=1, kv_heads=1, head_dim=48, block_size=8), CPU)

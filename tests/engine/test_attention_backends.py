@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.attention import create_backend
+from engine.attention.backend import Scoring
 from engine.attention.sdpa import group_by_length
 from engine.batch import BatchLimits, Chunk, FlatBatch, flatten
 from engine.kv_cache import TORCH_DTYPES, KVCache
@@ -55,6 +56,8 @@ TOLERANCE: dict[CacheDtype, float] = {"float32": 1e-5, "bfloat16": 2.0**-7}
     order=st.sampled_from(["NHD", "HND"]),
     head_dim=st.sampled_from([8, 20, 32, 64, 96]),
     dtype=st.sampled_from(["float32", "bfloat16"]),
+    window=st.sampled_from([0, 0, 1, 3, 17, 64]),
+    softcap=st.sampled_from([0.0, 0.0, 0.8, 30.0]),
     seed=st.integers(0, 1 << 16),
 )
 def test_backend_equals_reference(
@@ -65,6 +68,8 @@ def test_backend_equals_reference(
     order: Order,
     head_dim: int,
     dtype: CacheDtype,
+    window: int,
+    softcap: float,
     seed: int,
 ) -> None:
     query_heads, kv_heads = heads
@@ -100,7 +105,7 @@ def test_backend_equals_reference(
             q = turned[:, :query_heads]
         else:
             q = plan.rotate_and_store(qkv.clone(), angles, k_cache, v_cache)
-        outs.append(plan.forward(q, k_cache, v_cache, head_dim**-0.5).float())
+        outs.append(plan.forward(q, k_cache, v_cache, Scoring(head_dim**-0.5, window, softcap)).float())
         pools.append(cache.tensor.float())
     torch.testing.assert_close(outs[1], outs[0], rtol=TOLERANCE[dtype], atol=3 * TOLERANCE[dtype])
     torch.testing.assert_close(
@@ -118,7 +123,9 @@ def test_long_contexts(name: str, start: int, count: int) -> None:
     cache.tensor.copy_(torch.randn(cache.tensor.shape, generator=generator))
     q = (3.0 * torch.randn(count, 3, 64, generator=generator)).bfloat16()  # sharp, so that the highest score moves
     outs = [
-        create_backend(backend, layout, CPU).plan(scattered([(start, count)], 16, 1)).forward(q, *cache.layer(0), 0.125)
+        create_backend(backend, layout, CPU)
+        .plan(scattered([(start, count)], 16, 1))
+        .forward(q, *cache.layer(0), Scoring(0.125))
         for backend in ("reference", name)
     ]
     torch.testing.assert_close(outs[1].float(), outs[0].float(), rtol=2.0**-7, atol=2.0**-6)
@@ -133,25 +140,17 @@ def test_a_nan_in_the_context_is_not_hidden(name: str) -> None:
             cache = KVCache(layout, NUM_BLOCKS)
             cache.layer(0)[poisoned][batch.block_table[0, 0], 1, 0] = torch.nan
             plan = create_backend(name, layout, CPU).plan(batch)
-            out = plan.forward(torch.ones(count, 2, 32, dtype=torch.bfloat16), *cache.layer(0), 0.1)
+            out = plan.forward(torch.ones(count, 2, 32, dtype=torch.bfloat16), *cache.layer(0), Scoring(0.1))
             assert torch.isnan(out[..., 0]).all()
 
 
 @given(lens=st.lists(st.integers(1, 2000), min_size=1, max_size=40))
 def test_groups_cover_each_decode_once_and_pad_little(lens: list[int]) -> None:
-    batch = FlatBatch(
-        token_ids=np.zeros(len(lens), np.int64),
-        positions=np.array(lens, np.int64) - 1,
-        slot_mapping=np.zeros(len(lens), np.int64),
-        query_start_loc=np.arange(len(lens) + 1),
-        seq_lens=np.array(lens, np.int32),
-        block_table=np.zeros((len(lens), 125), np.int32),
-        logits_indices=np.zeros(0, np.int64),
-    )
-    groups = group_by_length(batch, np.arange(len(lens)), 16)
+    lengths = np.array(lens, np.int64)
+    groups = group_by_length(lengths, np.arange(len(lens)), 16)
     assert sorted(np.concatenate(groups).tolist()) == list(range(len(lens)))
     for group in groups:
-        blocks = -(-batch.seq_lens[group] // 16)
+        blocks = -(-lengths[group] // 16)
         assert (blocks.max() <= np.maximum(2 * blocks, blocks + 8)).all()
         assert len(group) == 1 or blocks.max() * len(group) * 16 <= 1 << 15
 

@@ -103,12 +103,12 @@ def test_a_tensor_in_two_shards_is_refused(model: Path) -> None:
     ("changes", "said"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*LlamaForCausalLM"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "yarn"),
+        ({"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}}, "proportional"),
         ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"sliding_window": 128}, "sliding_window 128"),
+        ({"sliding_window": 128, "layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(model: Path, changes: dict[str, Any], said: str) -> None:
@@ -128,12 +128,18 @@ def test_what_is_not_served_is_refused_by_name(model: Path, changes: dict[str, A
         {"rms_norm_eps": -1.0},
         {"tie_word_embeddings": "yes"},
         {"architectures": []},
-        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0}},
+        {"layer_types": ["full_attention"], "sliding_window": 8},
+        {"sliding_window": -1},
+        {"attn_logit_softcapping": 0},
+        {"partial_rotary_factor": 0.2},
+        {"num_experts_per_tok": 5, "num_local_experts": 4, "architectures": ["MixtralForCausalLM"]},
+        {"factor": 0, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0}},
+        {"short_factor": 0, "rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}},
     ],
 )
 def test_a_value_out_of_range_is_named(model: Path, changes: dict[str, Any]) -> None:
     edit_config(model, **changes)
-    name = "factor" if "rope_parameters" in changes else next(iter(changes))
+    name = next(iter(changes))
     with pytest.raises(CheckpointUnavailable, match=name):
         ModelConfig.read(model)
 

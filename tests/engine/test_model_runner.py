@@ -164,7 +164,7 @@ def test_only_wanted_tokens_are_drawn_and_positions_count(tiny_llama_dir: Path) 
     chunks = [Chunk(prompt, 0, [1, 2], None), *(Chunk(prompt, 0, [3, 4], sampled, at) for at in range(6))]
     first, *others = runner.execute(chunks)
     assert first is None
-    assert all(token is not None and 0 <= token < runner.vocab_size for token in others)
+    assert all(draw is not None and 0 <= draw.token_id < runner.vocab_size for draw in others)
     assert len(set(others)) > 2
     again = runner.execute([chunks[5]])
     assert again == others[4:5]

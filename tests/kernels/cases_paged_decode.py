@@ -63,6 +63,17 @@ def test_any_number_of_splits(splits, device):
     )
 
 
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("window", "softcap"), [(1, 0.0), (40, 0.0), (0, 0.7), (65, 5.0), (500, 50.0)])
+def test_windows_and_capped_scores(window, softcap, dtype, splits, device):
+    operands = problem(2, 3, 64, 16, dtype, "HND", device, [200, 65, 33, 1])
+    scoring = {"window": window, "softcap": softcap}
+    out = paged_decode(*operands, 0.125, "HND", splits=splits, **scoring)
+    expected = reference.paged_decode(*operands, 0.125, "HND", **scoring)
+    torch.testing.assert_close(out.double(), expected, rtol=0.0, atol=TOLERANCE[dtype])
+
+
 def test_padded_row_of_length_0_gives_zeros(device):
     operands = problem(2, 2, 64, 16, torch.bfloat16, "NHD", device, [0, 40, 0])
     out = paged_decode(*operands, 0.125, "NHD")
@@ -128,6 +139,8 @@ def test_wrong_operands_are_named(device):
         (EngineFailure, "seq_lens", (q, *caches, tables, lengths[:1], 1.0, "NHD"), {}, r"got \(1,\)"),
         (EngineFailure, "seq_lens", (q, *caches, tables, lengths.long(), 1.0, "NHD"), {}, "int64"),
         (EngineFailure, "scale", (q, *caches, tables, lengths, float("nan"), "NHD"), {}, "finite, got nan"),
+        (EngineFailure, "window", (q, *caches, tables, lengths, 1.0, "NHD"), {"window": -1}, "got -1"),
+        (EngineFailure, "softcap", (q, *caches, tables, lengths, 1.0, "NHD"), {"softcap": -1.0}, "got -1.0"),
         (EngineFailure, "splits", (q, *caches, tables, lengths, 1.0, "NHD"), {"splits": 3}, "got 3"),
         (EngineFailure, "splits", (q, *caches, tables, lengths, 1.0, "NHD"), {"splits": 64}, "got 64"),
     ]

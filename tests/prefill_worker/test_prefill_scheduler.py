@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.batch import Draw
 from engine.block_pool import BlockPool
 from prefill_worker.scheduler import PrefillScheduler, Progress, chunks_of
 from protocol.errors import IllegalTransition
@@ -41,9 +42,9 @@ def run_out(subject: PrefillScheduler) -> list[Progress]:
         step = subject.next_step()
         if not step:
             return seen
-        done = subject.complete_step([7 if work.last else None for work in step])
+        done = subject.complete_step([Draw(7) if work.last else None for work in step])
         for progress in done:
-            if progress.token_id is not None:
+            if progress.draw is not None:
                 subject.release(progress.prompt)
         seen += done
 
@@ -62,7 +63,7 @@ def test_chunks_cover_the_prompt_once_and_end_on_block_borders(length: int) -> N
         assert work.last or work.stop % BLOCK == 0
         assert (chunk.sampling is not None) == work.last
         covered += chunk.token_ids
-        for progress in subject.complete_step([7 if work.last else None]):
+        for progress in subject.complete_step([Draw(7) if work.last else None]):
             blocks += progress.blocks
     assert covered == list(range(length))
     assert len(blocks) == -(-length // BLOCK) == len(set(blocks))
@@ -131,7 +132,7 @@ def test_cancel_during_a_step_keeps_the_blocks_until_the_step_ends() -> None:
     (work,) = subject.next_step()
     assert subject.cancel(work.prompt.key) is work.prompt
     assert pool.counts().active == 2
-    assert subject.complete_step([7]) == []
+    assert subject.complete_step([Draw(7)]) == []
     assert pool.counts().active == 0
     assert subject.cancel(work.prompt.key) is None
 
@@ -195,8 +196,8 @@ class PrefillLife(RuleBasedStateMachine):
             for prompt in self.subject.fail_step():
                 self.live.discard(prompt.key)
             return
-        for progress in self.subject.complete_step([7 if work.last else None for work in self.step]):
-            if progress.token_id is not None:
+        for progress in self.subject.complete_step([Draw(7) if work.last else None for work in self.step]):
+            if progress.draw is not None:
                 self.subject.release(progress.prompt)
                 self.live.discard(progress.prompt.key)
 
@@ -219,7 +220,7 @@ class PrefillLife(RuleBasedStateMachine):
         if self.stepping:
             self.end_step(fails=False)
         for progress in run_out(self.subject):
-            if progress.token_id is not None:
+            if progress.draw is not None:
                 self.live.discard(progress.prompt.key)
         assert not self.live
         assert self.pool.counts().active == 0

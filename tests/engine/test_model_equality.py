@@ -36,7 +36,74 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama3": {"rope_parameters": LLAMA3},
     "eps": {"rms_norm_eps": 1e-2},
     "mistral": {"family": "mistral", "head_dim": 32},
+    "yarn": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+        }
+    },
+    "mistral-window": {"family": "mistral", "sliding_window": 13},
     "qwen2": {"family": "qwen2", "tie_word_embeddings": True},
+    "qwen2-window": {
+        "family": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "max_window_layers": 1,
+        "num_hidden_layers": 3,
+    },
+    "qwen3": {"family": "qwen3", "head_dim": 32},
+    "qwen3-yarn": {
+        "family": "qwen3",
+        "head_dim": 16,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 16.0,
+            "attention_factor": 1.3,
+            "truncate": False,
+        },
+    },
+    "phi3": {"family": "phi3"},
+    "phi3-partial": {
+        "family": "phi3",
+        "sliding_window": 11,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+    "phi3-longrope": {
+        "family": "phi3",
+        "original_max_position_embeddings": 128,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+            "long_factor": [4.0] * 8,
+            "original_max_position_embeddings": 128,
+        },
+    },
+    "gemma2": {"family": "gemma2", "head_dim": 32, "sliding_window": 12, "query_pre_attn_scalar": 24},
+    "gemma2-caps": {
+        "family": "gemma2",
+        "head_dim": 16,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 5.0,
+        "sliding_window": 30,
+    },
+    "mixtral": {"family": "mixtral", "num_local_experts": 4},
+    "mixtral-window": {
+        "family": "mixtral",
+        "num_local_experts": 5,
+        "num_experts_per_tok": 3,
+        "sliding_window": 20,
+    },
 }
 
 
@@ -106,12 +173,13 @@ def test_greedy_tokens_are_those_of_generate(tied: bool, tmp_path: Path) -> None
     served = Served(tmp_path, rng, block_size=8, num_blocks=64)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in (1, 7, 8, 9, 33)]
-    tokens = served.runner.execute([served.chunk(index, prompt) for index, prompt in enumerate(prompts)])
-    texts = [[token] for token in tokens]
+    draws = served.runner.execute([served.chunk(index, prompt) for index, prompt in enumerate(prompts)])
+    texts = [[draw.token_id] for draw in draws if draw is not None]
     for _ in range(31):
-        tokens = served.runner.execute([served.chunk(index, text[-1:]) for index, text in enumerate(texts)])
-        for text, token in zip(texts, tokens, strict=True):
-            text.append(token)
+        draws = served.runner.execute([served.chunk(index, text[-1:]) for index, text in enumerate(texts)])
+        for text, draw in zip(texts, draws, strict=True):
+            assert draw is not None
+            text.append(draw.token_id)
     for prompt, text in zip(prompts, texts, strict=True):
         ids = torch.tensor([prompt])
         whole = model.generate(

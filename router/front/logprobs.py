@@ -1,0 +1,86 @@
+"""Log-probabilities as OpenAI's API shows them: tokens by their text and bytes, not by their ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from protocol.sampling import TokenLogprobs
+
+LEAST = -9999.0
+"""Stands for minus infinity, which JSON has no word for."""
+
+
+class Spelling(Protocol):
+    """What is needed of a tokenizer."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What ``token_id`` adds to a text, as bytes; a special token's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShownToken:
+    r"""One output token with its log-probabilities.
+
+    Attributes:
+        token: its text; ``bytes:\xe2\x82`` where it is no text by itself.
+        raw: its bytes.
+        logprob: of it.
+        top: ``(text, bytes, log-probability)`` of the alternatives, most likely first.
+        offset: characters of the output before it.
+    """
+
+    token: str
+    raw: bytes
+    logprob: float
+    top: tuple[tuple[str, bytes, float], ...]
+    offset: int
+
+    @classmethod
+    def of(cls, spelling: Spelling, token_id: int, logprobs: TokenLogprobs, offset: int) -> ShownToken:
+        """``token_id`` as a client sees it."""
+        raw = spelling.token_bytes(token_id)
+        alternatives = [(spelling.token_bytes(other), value) for other, value in logprobs.top]
+        return cls(
+            token=_text(raw),
+            raw=raw,
+            logprob=max(logprobs.logprob, LEAST),
+            top=tuple((_text(other), other, max(value, LEAST)) for other, value in alternatives),
+            offset=offset,
+        )
+
+
+def chat_logprobs(tokens: Sequence[ShownToken]) -> dict[str, Any]:
+    """The ``logprobs`` of a chat's choice."""
+    return {
+        "content": [
+            {
+                "token": shown.token,
+                "logprob": shown.logprob,
+                "bytes": list(shown.raw),
+                "top_logprobs": [
+                    {"token": text, "logprob": logprob, "bytes": list(raw)} for text, raw, logprob in shown.top
+                ],
+            }
+            for shown in tokens
+        ],
+        "refusal": None,
+    }
+
+
+def completion_logprobs(tokens: Sequence[ShownToken]) -> dict[str, Any]:
+    """The ``logprobs`` of a completion's choice."""
+    return {
+        "tokens": [shown.token for shown in tokens],
+        "token_logprobs": [shown.logprob for shown in tokens],
+        "top_logprobs": [{text: logprob for text, _, logprob in shown.top} for shown in tokens],
+        "text_offset": [shown.offset for shown in tokens],
+    }
+
+
+def _text(raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
