@@ -133,7 +133,7 @@ order "$scratch"
 share() { printf 'local,path=%s,mount_tag=%s,security_model=none,readonly=on,multidevs=remap' "$1" "$2"; }
 say "booting"
 timeout "$((MINUTES * 60))" qemu-system-x86_64 -machine q35 -accel "$ACCEL" -cpu max -smp 2 -m 4096 \
-    -kernel "$FOLDER"/kernel/boot/vmlinuz-* -initrd "$FOLDER/first.gz" -append "console=ttyS0 panic=-1 quiet" \
+    -kernel "$FOLDER"/kernel/boot/vmlinuz-* -initrd "$FOLDER/first.gz" -append "console=ttyS0 panic=-1 no_timer_check quiet" \
     -display none -monitor none -serial stdio -no-reboot -nic user,model=virtio-net-pci,restrict=on \
     -virtfs "$(share / host)" -virtfs "$(share "$FOLDER/over" over)" -virtfs "$(share "$scratch" order)" \
     </dev/null | stdbuf -oL tr -d '\r' | tee "$scratch/log"
