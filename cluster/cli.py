@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from cluster.api_key import ApiKey, key_command
 from cluster.bench.command import bench_app
 from cluster.model_command import model_app
 from protocol.errors import ClusterError, InvariantViolation, KVFerryError
@@ -22,6 +23,7 @@ app = typer.Typer(
 )
 app.add_typer(model_app)
 app.add_typer(bench_app)
+app.command("key")(key_command)
 
 ERROR_STATUS = 1
 INTERNAL_ERROR_STATUS = 70
@@ -114,6 +116,7 @@ def down_command(name: Name = None) -> None:
 def complete_command(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to go on from.")],
     url: Url = None,
+    api_key: ApiKey = None,
     max_tokens: MaxTokens = DEFAULT_MAX_TOKENS,
     temperature: Temperature = 0.0,
     seed: Seed = None,
@@ -122,7 +125,7 @@ def complete_command(
     from cluster.conversation import default_url, given, show_stream
     from router.client import Client
 
-    with Client(url or default_url()) as client:
+    with Client(url or default_url(), api_key=api_key) as client:
         show_stream(client, prompt, **given(max_tokens=max_tokens, temperature=temperature, seed=seed))
 
 
@@ -130,6 +133,7 @@ def complete_command(
 def chat_command(
     message: Annotated[str | None, typer.Argument(metavar="[MESSAGE]", help="Left out: a chat line by line.")] = None,
     url: Url = None,
+    api_key: ApiKey = None,
     system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
     max_tokens: MaxTokens = DEFAULT_MAX_TOKENS,
     temperature: Temperature = 0.0,
@@ -140,7 +144,7 @@ def chat_command(
     from router.client import Client
 
     params = given(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    with Client(url or default_url()) as client:
+    with Client(url or default_url(), api_key=api_key) as client:
         if message is None:
             converse(client, Console(), system=system, params=params)
         else:

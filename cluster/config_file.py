@@ -30,7 +30,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 def load_config(path: str | Path) -> ClusterConfig:
-    """The cluster that a YAML file describes; a relative model path is taken from the file's folder.
+    """The cluster that a YAML file describes; relative paths are taken from the file's folder.
 
     Raises:
         ConfigError: the file is missing or is no YAML, a key is unknown (names the nearest known one), or a value is
@@ -44,6 +44,9 @@ def load_config(path: str | Path) -> ClusterConfig:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from error
     config = parse_config(text, source=str(file))
+    if config.router.api_keys:
+        keys = str((file.parent / config.router.api_keys).resolve())
+        config = msgspec.structs.replace(config, router=msgspec.structs.replace(config.router, api_keys=keys))
     beside = file.parent / config.model
     if config.model.startswith(".") or (not Path(config.model).exists() and beside.is_dir()):
         return msgspec.structs.replace(config, model=str(beside.resolve()))

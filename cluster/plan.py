@@ -102,6 +102,8 @@ def router_config(order: ActorOrder, model: Path, host: str) -> RouterConfig:
         "port": order.port,
         "hub": f"tcp://{host}:{order.hub_port}",
         "lease_ttl": config.transfer.lease_ttl,
+        "api_keys": config.router.api_keys or "",
+        "public": config.router.public,
     }
     with _at("router"):
         return RouterConfig(**_with_limits("router.limits", RouterConfig, given, config.router.limits))

@@ -10,11 +10,13 @@ succeed (``retryable``). Exceptions of other libraries are mapped to these at th
     │   ├── UnknownModel              model_not_found
     │   ├── ContextLengthExceeded     context_length_exceeded
     │   ├── UnsupportedField          unsupported_field
+    │   ├── Unauthorized              unauthorized               no key, or one that is not known
     │   └── PayloadTooLarge           payload_too_large
     ├── RequestCancelled              request_cancelled
     ├── ServiceError                  service_error
     │   ├── NoWorkerAvailable         no_worker_available
     │   ├── Overloaded                overloaded                 retryable
+    │   │   └── RateLimited           rate_limited               retryable, after a while
     │   ├── DeadlineExceeded          deadline_exceeded
     │   ├── AttemptsExhausted         attempts_exhausted
     │   └── ConnectionFailed          connection_failed          retryable: a client could not reach the router
@@ -98,6 +100,12 @@ class UnsupportedField(InvalidRequest):
     code = "unsupported_field"
 
 
+class Unauthorized(InvalidRequest):
+    """The caller shows no key, or one that is not known here."""
+
+    code = "unauthorized"
+
+
 class PayloadTooLarge(InvalidRequest):
     """A body, header or list is longer than its bound."""
 
@@ -127,6 +135,20 @@ class Overloaded(ServiceError):
 
     code = "overloaded"
     retryable = True
+
+
+class RateLimited(Overloaded):
+    """The caller's key has used up what it may ask for.
+
+    Attributes:
+        retry_after: seconds until it may ask again; 1 where that is not known.
+    """
+
+    code = "rate_limited"
+
+    def __init__(self, message: str, retry_after: float = 1.0, *, field: str | None = None) -> None:
+        super().__init__(message, field=field)
+        self.retry_after = retry_after
 
 
 class DeadlineExceeded(ServiceError):

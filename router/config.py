@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import re
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ class RouterConfig:
         lease_ttl: told to workers: how long a lease lives without a sign of its reader.
         request_timeout: time limit of one request, and the most a client may ask for.
         stop_grace: how long a stopping server lets open answers go on.
+        api_keys: file of the keys that may ask, see ``router.front.keys``; "" lets everybody in.
+        public: listen on an address that is not this machine's own though there are no keys.
 
     Raises:
         ConfigError: a value is outside its range; names the field and the value.
@@ -59,6 +62,8 @@ class RouterConfig:
     lease_ttl: float = 30.0
     request_timeout: float = 600.0
     stop_grace: float = 5.0
+    api_keys: str = ""
+    public: bool = False
 
     def __post_init__(self) -> None:
         for field in ("model", "tokenizer", "host"):
@@ -69,6 +74,12 @@ class RouterConfig:
         self._check("model", len(self.model) <= 256, "at most 256 characters")
         self._check("port", 0 <= self.port <= 65535, "in [0, 65535]")
         self._check("hub", self.hub.startswith(("tcp://", "ipc://")), "a tcp:// or ipc:// address")
+        if not self.api_keys and not self.public and not _is_loopback(self.host):
+            raise ConfigError(
+                f"host {self.host!r} can be reached from elsewhere, and there are no api_keys: name a file of them, "
+                "or set public to let everybody in",
+                field="host",
+            )
         self._check("policy", self.policy in POLICIES, f"one of {sorted(POLICIES)}")
         for field in (
             "worker_timeout",
@@ -87,3 +98,10 @@ class RouterConfig:
     def _check(self, field: str, valid: bool, wanted: str) -> None:
         if not valid:
             raise ConfigError(f"{field} must be {wanted}, got {getattr(self, field)!r}", field=field)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -17,6 +17,7 @@ import uvicorn
 from protocol.errors import StartFailed
 from router.config import RouterConfig
 from router.front.app import Front
+from router.front.keys import Gatekeeper, read_keys
 from router.http_protocol import BoundedHttpProtocol
 from router.service import Service
 from router.tokenizer import Tokenizer
@@ -79,14 +80,16 @@ class RouterServer:
         Raises:
             StartFailed: an address cannot be bound; names it.
             CheckpointUnavailable: the tokenizer cannot be read.
+            ConfigError: the file of keys cannot be.
         """
         tokenizer = await asyncio.to_thread(Tokenizer, self._config.tokenizer)
+        keys = read_keys(self._config.api_keys) if self._config.api_keys else ()
         listener = self._bind()
         try:
             await self._service.start()
             self._server = _SignalFreeServer(
                 uvicorn.Config(
-                    Front(self._service, tokenizer),
+                    Front(self._service, tokenizer, gatekeeper=Gatekeeper(keys)),
                     http=BoundedHttpProtocol,
                     ws="none",
                     lifespan="off",

@@ -36,6 +36,7 @@ from router.client.wire import (
     Prompt,
     RetryPolicy,
     chat_body,
+    client_headers,
     completion_body,
     connection_error,
     first_model,
@@ -111,6 +112,7 @@ class AsyncClient:
         timeout: seconds to wait for the next bytes of an answer, and to connect.
         retries: tries after the first, when the router cannot be reached or answers 429 or 503.
         backoff: seconds before the second try, doubled for each further one; 0 never waits.
+        api_key: shown to the router, where it wants one.
     """
 
     def __init__(
@@ -121,11 +123,14 @@ class AsyncClient:
         timeout: float = 600.0,
         retries: int = 2,
         backoff: float = 0.25,
+        api_key: str | None = None,
     ) -> None:
         self.base_url = root_url(base_url)
         self._model = model
         self._policy = RetryPolicy(retries, backoff)
-        self._http = httpx.AsyncClient(base_url=self.base_url, timeout=timeout, trust_env=False)
+        self._http = httpx.AsyncClient(
+            base_url=self.base_url, timeout=timeout, trust_env=False, headers=client_headers(api_key)
+        )
 
     async def complete(
         self,

@@ -98,6 +98,19 @@ def _body(fields: Mapping[str, Any]) -> bytes:
         raise InvalidRequest(f"the request is not valid Unicode text: {error}") from error
 
 
+def client_headers(api_key: str | None) -> dict[str, str]:
+    """Headers of every request.
+
+    Raises:
+        ConfigError: the key has characters that no header can carry.
+    """
+    if api_key is None:
+        return {}
+    if not api_key.isascii() or not api_key.isprintable() or not api_key.strip():
+        raise ConfigError("api_key must be printable ASCII characters", field="api_key")
+    return {"authorization": f"Bearer {api_key}"}
+
+
 def request_headers(*, timings: bool, request_id: str | None) -> dict[str, str]:
     """Headers of a request that generates."""
     headers = {"content-type": "application/json"}

@@ -15,10 +15,11 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from protocol.errors import KVFerryError, ProtocolError, RequestCancelled, UnknownModel
 from router.front.choices import Choices
 from router.front.config import FrontConfig
-from router.front.errors import RETRY_AFTER, error_body, error_object, status_of
+from router.front.errors import error_body, error_object, retry_after, status_of
 from router.front.exchange import Exchange, Header, Receive, Scope, Send
 from router.front.formats import AnswerFormat, ChatShape, CompletionShape, Result, Shape, Timings, Usage, event
 from router.front.generation import GenerationService
+from router.front.keys import Gatekeeper
 from router.front.logprobs import ShownToken
 from router.front.parsing import parse_chat, parse_completion, shown
 from router.front.plan import Plan, Planner
@@ -34,6 +35,8 @@ R = TypeVar("R", bound=GenerationRequest)
 LONG_BODY_BYTES = 16 << 10
 """From here on a request is parsed and tokenised in a thread, so that running streams do not wait for it."""
 OWNER = "kvferry"
+OPEN_PATHS = frozenset({"/health", "/ready"})
+"""What probes ask: no key is needed, and nothing but the state is told."""
 
 
 class Front:
@@ -43,10 +46,18 @@ class Front:
         service: continues prompts.
         tokenizer: of the checkpoint that the service serves.
         config: bounds on what clients may send.
+        gatekeeper: knows who may ask; by default everybody.
     """
 
-    def __init__(self, service: GenerationService, tokenizer: Tokenizer, config: FrontConfig | None = None) -> None:
+    def __init__(
+        self,
+        service: GenerationService,
+        tokenizer: Tokenizer,
+        config: FrontConfig | None = None,
+        gatekeeper: Gatekeeper | None = None,
+    ) -> None:
         self._service = service
+        self._gatekeeper = gatekeeper or Gatekeeper()
         self._tokenizer = tokenizer
         self._config = config or FrontConfig()
         self._created = int(time.time())
@@ -79,6 +90,8 @@ class Front:
             await _no_route(exchange, found)
             return
         try:
+            if exchange.path not in OPEN_PATHS:
+                self._gatekeeper.check(exchange.header(b"authorization"))
             await found.handler(exchange, found.rest)
         except RequestCancelled:
             raise
@@ -97,6 +110,16 @@ class Front:
         )
 
     async def _generate(
+        self, exchange: Exchange, shape: Shape, parse: Callable[[bytes], R], plan: Callable[[Planner, R], Plan]
+    ) -> None:
+        holder = self._gatekeeper.check(exchange.header(b"authorization"))
+        self._gatekeeper.enter(holder, time.monotonic())
+        try:
+            await self._generate_for(exchange, shape, parse, plan)
+        finally:
+            self._gatekeeper.leave(holder)
+
+    async def _generate_for(
         self, exchange: Exchange, shape: Shape, parse: Callable[[bytes], R], plan: Callable[[Planner, R], Plan]
     ) -> None:
         body = await exchange.read_body(self._config.max_body_bytes)
@@ -174,8 +197,13 @@ async def _refuse(exchange: Exchange, error: KVFerryError) -> None:
         return
     status = status_of(error)
     headers: list[Header] = []
-    if status in RETRY_AFTER:
-        headers.append((b"retry-after", str(RETRY_AFTER[status]).encode()))
+    pause = retry_after(error)
+    if pause is not None:
+        headers.append((b"retry-after", str(pause).encode()))
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+        # Its body was not read.
+        headers.append((b"connection", b"close"))
     if status == 413:
         # The rest of the body may still be on its way; nothing else may be read from this connection.
         headers.append((b"connection", b"close"))

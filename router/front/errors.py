@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -14,12 +15,15 @@ from protocol.errors import (
     NoWorkerAvailable,
     Overloaded,
     PayloadTooLarge,
+    RateLimited,
+    Unauthorized,
     UnknownModel,
 )
 
 STATUSES: dict[type[KVFerryError], int] = {
     KVFerryError: 500,
     InvalidRequest: 400,
+    Unauthorized: 401,
     UnknownModel: 404,
     PayloadTooLarge: 413,
     Overloaded: 429,
@@ -39,8 +43,17 @@ def status_of(error: KVFerryError) -> int:
     return next(STATUSES[kind] for kind in type(error).__mro__ if kind in STATUSES)
 
 
+def retry_after(error: KVFerryError) -> int | None:
+    """Whole seconds that a client is asked to wait before it tries again; None where it is not."""
+    if isinstance(error, RateLimited):
+        return max(1, math.ceil(error.retry_after))
+    return RETRY_AFTER.get(status_of(error))
+
+
 def error_type(status: int) -> str:
     """OpenAI's error type for an HTTP status."""
+    if status == 401:
+        return "authentication_error"
     if status == 429:
         return "rate_limit_error"
     return "server_error" if status >= 500 else "invalid_request_error"

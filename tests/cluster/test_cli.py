@@ -12,8 +12,10 @@ from typer.testing import CliRunner
 
 from cluster.cli import app
 from cluster.state import NodeState, ProcessMark, StateStore
+from protocol.errors import ConfigError
+from router.front.keys import hash_of, read_keys
 
-COMMANDS = ("up", "status", "down", "complete", "chat", "demo", "model", "bench", "version")
+COMMANDS = ("up", "status", "down", "complete", "chat", "demo", "model", "bench", "key", "version")
 
 
 def kvferry(*arguments: str, state: Path) -> subprocess.CompletedProcess[str]:
@@ -118,3 +120,15 @@ def test_what_names_no_cluster_is_asked_which_when_there_are_several(tmp_path: P
 
 def test_a_usage_error_has_status_two(tmp_path: Path) -> None:
     assert kvferry("frobnicate", state=tmp_path).returncode == 2
+
+
+def test_a_key_and_its_entry_fit_each_other(tmp_path: Path) -> None:
+    made = CliRunner().invoke(app, ["key", "alice"])
+    assert made.exit_code == 0
+    file = tmp_path / "keys.yaml"
+    file.write_text("keys:\n" + made.stderr)
+    (entry,) = read_keys(file)
+    assert (entry.name, entry.sha256) == ("alice", hash_of(made.stdout.strip()))
+    assert made.stdout.strip() not in made.stderr
+    refused = CliRunner().invoke(app, ["key", "x" * 200])
+    assert isinstance(refused.exception, ConfigError)

@@ -152,6 +152,14 @@ def test_a_relative_model_is_taken_from_the_files_folder(tmp_path: Path) -> None
     assert load_config(file).model == "smollm2-135m"
 
 
+def test_the_file_of_keys_is_taken_from_the_files_folder(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("model: m\nrouter: {api_keys: keys.yaml}\n")
+    assert load_config(file).router.api_keys == str((tmp_path / "keys.yaml").resolve())
+    file.write_text("model: m\nrouter: {api_keys: /etc/keys.yaml}\n")
+    assert load_config(file).router.api_keys == "/etc/keys.yaml"
+
+
 def test_a_file_error_names_the_file(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("model: m\nprefill: {replicas: 0}\n")

@@ -38,3 +38,17 @@ def test_a_wrong_value_is_named(field: str, value: object) -> None:
 def test_the_defaults_are_valid() -> None:
     config = RouterConfig(model="m", tokenizer="t")
     assert (config.policy, config.max_attempts, config.lease_ttl) == ("least_loaded", 4, 30.0)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "gpu-7.example"])
+def test_an_address_that_others_reach_wants_keys_or_to_be_told(host: str) -> None:
+    with pytest.raises(ConfigError, match="api_keys") as caught:
+        RouterConfig(model="m", tokenizer="t", host=host)
+    assert caught.value.field == "host"
+    assert RouterConfig(model="m", tokenizer="t", host=host, api_keys="keys.yaml").host == host
+    assert RouterConfig(model="m", tokenizer="t", host=host, public=True).host == host
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "::1", "localhost"])
+def test_a_loopback_address_is_open(host: str) -> None:
+    assert RouterConfig(model="m", tokenizer="t", host=host).api_keys == ""

@@ -1,0 +1,31 @@
+"""API keys on the command line: the option that shows one, and ``kvferry key``, which makes one."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+ApiKey = Annotated[
+    str | None,
+    typer.Option("--api-key", envvar="KVFERRY_API_KEY", help="Where the router wants one.", show_default=False),
+]
+
+
+def key_command(name: Annotated[str, typer.Argument(metavar="NAME", help="Of whoever gets the key.")]) -> None:
+    """Make an API key: the key itself on standard output, its entry for the router's file on standard error."""
+    import msgspec
+
+    from protocol.errors import ConfigError
+    from router.front.keys import Key, KeyFile, hash_of, new_key
+
+    key = new_key()
+    entry = Key(name=name, sha256=hash_of(key))
+    try:
+        # What the router would refuse is refused here.
+        msgspec.convert(msgspec.to_builtins(KeyFile([entry])), KeyFile)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"name must have 1 to 128 characters, got {len(name)}", field="name") from error
+    lines = msgspec.yaml.encode([{"name": entry.name, "sha256": entry.sha256}]).decode()
+    typer.echo(lines.rstrip(), err=True)
+    typer.echo(key)
