@@ -7,7 +7,6 @@ placed, then the workers', and it is up when the router says so. Whatever fails 
 from __future__ import annotations
 
 import secrets
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ from cluster.actors import ActorStatus, create_actor
 from cluster.config import ClusterConfig
 from cluster.model_store import resolve_model
 from cluster.ownership import check_ownership
-from cluster.plan import ROUTER_NAME, ActorOrder, check_orders, router_order, worker_orders
+from cluster.plan import ROUTER_NAME, ActorOrder, check_orders, planned_orders, router_order, worker_orders
+from cluster.port import bound_port
 from cluster.progress import Progress, Step, silent
 from cluster.ray_node import connect, log_tail, node_alive, start_node, stop_node
 from cluster.signals import uninterrupted
@@ -47,7 +47,7 @@ def up(config: ClusterConfig, progress: Progress = silent, *, store: StateStore 
     store = StateStore() if store is None else store
     check_ownership()
     # What is wrong with the file is said first, also while another cluster has the name.
-    check_orders(_orders(config), Path(config.model))
+    check_orders(planned_orders(config), Path(config.model))
     model = resolve_model(config.model, lambda stage, done, total: progress(_model_step(stage, done, total)))
     _clear_remains(config.name, store)
     state = store.reserve(config.name)
@@ -196,11 +196,6 @@ class _BringUp:
         return max(1.0, self._deadline - time.monotonic())
 
 
-def _orders(config: ClusterConfig) -> list[ActorOrder]:
-    """Every order, with ports that stand for those it will have."""
-    return [router_order(config, 1, 2), *worker_orders(config, ("tcp://127.0.0.1:2",))]
-
-
 def _model_step(stage: str, done: int, total: int) -> Step:
     return Step(actor="model", stage=stage, fraction=done / total if total else 0.0)
 
@@ -246,29 +241,16 @@ def _find(ray: Any, name: str) -> Any:
 def _free_ports(config: ClusterConfig, store: StateStore) -> tuple[int, int]:
     """HTTP port and hub port; fixed from now on, so that a restarted router is found again."""
     try:
-        http = _bindable(config.router.host, config.router.port, "router.port")
+        http = bound_port(config.router.host, config.router.port, "router.port")
     except StartFailed as error:
         holders = [name for name in store.names() if store.load(name).url.endswith(f":{config.router.port}")]
         held = f", by cluster {holders[0]!r}" if holders else ""
         raise StartFailed(f"{error.message}{held}; router: {{port: 0}} takes a free one", field=error.field) from error
     hub = config.router.hub_port
     while True:
-        chosen = _bindable("127.0.0.1" if config.ray.address is None else "", hub, "router.hub_port")
+        chosen = bound_port("127.0.0.1" if config.ray.address is None else "", hub, "router.hub_port")
         if chosen != http:
             return http, chosen
-
-
-def _bindable(host: str, port: int, field: str) -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise StartFailed(
-                f"{field}: cannot listen on {host}:{port}: {error.strerror or error}", field=field
-            ) from error
-        return int(probe.getsockname()[1])
 
 
 def _reachable(host: str, here: str) -> str:

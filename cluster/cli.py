@@ -162,6 +162,20 @@ def demo_command(
     run_demo(Console(), oneshot=oneshot, port=port)
 
 
+@app.command("doctor")
+def doctor_command(
+    file: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="A cluster's YAML file to check for.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check this machine, and what FILE asks of it; the status is 1 if something is broken."""
+    from cluster.doctor.command import diagnose, show
+
+    report = diagnose(file, Console(stderr=True))
+    show(report, as_json=as_json)
+    if not report.healthy:
+        raise typer.Exit(ERROR_STATUS)
+
+
 @app.command("version")
 def version_command() -> None:
     """Print the version."""

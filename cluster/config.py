@@ -134,7 +134,9 @@ class TransferSection(msgspec.Struct, frozen=True, kw_only=True):
         streams: connections per pair of workers.
         lease_ttl: seconds that prefill holds blocks with no sign of their reader.
         timeout: seconds without progress after which a transfer fails.
-        checksum: send a CRC-32 with the blocks, and take none without.
+        checksum: send a checksum with the blocks, and take none without.
+        layers_per_ship: the last chunk of a prompt ships in ranges of so many layers while its later ones compute; 0
+            ships it whole, once its step has ended.
     """
 
     transport: str = AUTO
@@ -142,6 +144,7 @@ class TransferSection(msgspec.Struct, frozen=True, kw_only=True):
     lease_ttl: float = 30.0
     timeout: float = 10.0
     checksum: bool = False
+    layers_per_ship: int = 5
 
     def __post_init__(self) -> None:
         _check(
@@ -150,6 +153,7 @@ class TransferSection(msgspec.Struct, frozen=True, kw_only=True):
             ("streams", 1 <= self.streams <= 64, "in [1, 64]"),
             ("lease_ttl", 0 < self.lease_ttl <= 3600, "in (0, 3600] seconds"),
             ("timeout", 0 < self.timeout <= 3600, "in (0, 3600] seconds"),
+            ("layers_per_ship", 0 <= self.layers_per_ship <= 1 << 20, "in [0, 1048576]"),
         )
 
 

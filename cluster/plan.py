@@ -89,6 +89,11 @@ def worker_orders(config: ClusterConfig, routers: tuple[str, ...], secret: str =
     ]
 
 
+def planned_orders(config: ClusterConfig) -> list[ActorOrder]:
+    """Every order, before it is known which ports there will be: with ports that stand for them."""
+    return [router_order(config, 1, 2), *worker_orders(config, ("tcp://127.0.0.1:2",))]
+
+
 def router_config(order: ActorOrder, model: Path, host: str) -> RouterConfig:
     """What the router is told; ``host`` is the address that workers reach its host at."""
     from router.config import RouterConfig
@@ -114,7 +119,11 @@ def prefill_config(order: ActorOrder, model: Path, host: str) -> PrefillConfig:
     from prefill_worker.config import PrefillConfig
 
     transfer = order.config.transfer
-    given = _worker(order, model, host) | {"transport": transfer.transport, "streams": transfer.streams}
+    given = _worker(order, model, host) | {
+        "transport": transfer.transport,
+        "streams": transfer.streams,
+        "layers_per_ship": transfer.layers_per_ship,
+    }
     with _at("prefill"):
         return PrefillConfig(**_with_limits("prefill.limits", PrefillConfig, given, order.config.prefill.limits))
 

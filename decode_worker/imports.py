@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 
 from decode_worker.sequence import Sequence, import_owner, quarantine_owner
 from engine.block_pool import BlockPool
@@ -24,11 +24,13 @@ from kv_transfer.instructions import (
     Quarantine,
     Send,
 )
+from kv_transfer.tally import Tally
 from kv_transfer.transport import Landed, Receiver, Window
 from protocol.errors import TransferError
 from protocol.ids import Peer, RequestKey, new_ticket
 from protocol.layout import KVLayout
 from protocol.messages import ErrorInfo, Handover, Message, PrefillAddress, Refuse, Renew
+from protocol.transfer_counts import Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ class Imports:
 
     Attributes:
         kv_blocks, kv_bytes, kv_seconds: landed so far.
+        tally: counts what the imports come to.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Imports:
         freed: Callable[[], None],
     ) -> None:
         self.book = ImportBook()
+        self.tally = Tally()
         self.kv_blocks = 0
         self.kv_bytes = 0
         self.kv_seconds = 0.0
@@ -80,33 +84,37 @@ class Imports:
         """A request waits for a reservation: keep its lease alive meanwhile."""
         request = sequence.request
         self._meet(request.prefill.peer)
-        self._carry_out(self.book.waiting(request.key, request.prefill, request.lease_ttl, time.monotonic()))
+        now = time.monotonic()
+        instructions = self.book.waiting(request.key, request.prefill, request.lease_ttl, now)
+        self._look_for_opening(request.key, now)
+        self._carry_out(instructions)
 
     def open(self, sequence: Sequence) -> None:
         """A sequence has its blocks: grant them."""
         request = sequence.request
         self._meet(request.prefill.peer)
         blocks = tuple(sequence.block_table[sequence.cached_blocks :])
-        self._carry_out(
-            self.book.open(
-                request.key,
-                request.prefill,
-                first_block=sequence.cached_blocks,
-                blocks=blocks,
-                generations=tuple(self._pool.generation(block) for block in blocks),
-                num_tokens=len(request.token_ids),
-                layout=self._layout,
-                addresses=self._receiver.addresses,
-                ticket=new_ticket(),
-                ttl=request.lease_ttl,
-                now=time.monotonic(),
-            )
+        now = time.monotonic()
+        instructions = self.book.open(
+            request.key,
+            request.prefill,
+            first_block=sequence.cached_blocks,
+            blocks=blocks,
+            generations=tuple(self._pool.generation(block) for block in blocks),
+            num_tokens=len(request.token_ids),
+            layout=self._layout,
+            addresses=self._receiver.addresses,
+            ticket=new_ticket(),
+            ttl=request.lease_ttl,
+            now=now,
         )
+        self._look_for_opening(request.key, now)
+        self._carry_out(instructions)
 
     def cancel(self, key: RequestKey) -> None:
         """The attempt is over, for whatever reason of this side's or the router's."""
         self._handed_over.pop(key, None)
-        self._carry_out(self.book.cancel(key, time.monotonic()))
+        self._carry_out(self.book.cancel(key, time.monotonic()), "cancelled")
 
     def receive(self, sender: Peer, message: Message) -> None:
         """A message of a prefill worker; what a prefill worker does not send changes nothing."""
@@ -119,24 +127,30 @@ class Imports:
             case Renew():
                 self._carry_out(self.book.renew(sender, message, now))
             case Refuse():
-                self._carry_out(self.book.refuse(sender, message, now))
+                self._carry_out(self.book.refuse(sender, message, now), "refused")
             case _:
                 logger.warning("prefill worker %s sent a %s", sender, type(message).__name__)
 
     def tick(self) -> None:
         """Renew leases, and let what is due expire."""
-        self._carry_out(self.book.tick(time.monotonic()))
+        self._carry_out(self.book.tick(time.monotonic()), "expired")
 
     async def close(self) -> None:
         """Close the receiver; not a byte of the pool changes after this."""
         await self._receiver.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _carry_out(self, instructions: Iterable[Instruction]) -> None:
+    def _look_for_opening(self, key: RequestKey, now: float) -> None:
+        if self.book.is_open(key):
+            self.tally.opened(key, now)
+
+    def _carry_out(self, instructions: list[Instruction], outcome: Outcome = "broken") -> None:
+        """Do what the book asks; an import that ends by it is counted under ``outcome``."""
+        self.tally.asked(instructions, outcome, time.monotonic())
         for instruction in instructions:
             match instruction:
-                case OpenWindow(_, ticket, blocks, generations):
-                    window = Window(ticket, blocks, generations, self._layout.block_bytes)
+                case OpenWindow(_, ticket, blocks, generations, sender):
+                    window = Window(ticket, blocks, generations, self._layout.block_bytes, sender=str(sender))
                     self._receiver.open(window, self._landed, self._broken)
                 case Send(peer, message, endpoint):
                     self._send(PrefillAddress(peer=peer, endpoint=endpoint), message)
@@ -160,7 +174,7 @@ class Imports:
         former = self._peers.get(peer.name)
         self._peers[peer.name] = peer
         if former is not None and former.incarnation < peer.incarnation:
-            self._carry_out(self.book.prefill_lost(former, time.monotonic()))
+            self._carry_out(self.book.prefill_lost(former, time.monotonic()), "lost")
 
     def _landed(self, landed: Landed) -> None:
         self.kv_blocks += len(landed.blocks)
@@ -169,6 +183,7 @@ class Imports:
         self._carry_out(self.book.landed(landed.ticket, len(landed.blocks), landed.nbytes, time.monotonic()))
 
     def _broken(self, ticket: bytes, error: TransferError) -> None:
+        self.tally.landing_broke(error.code)
         self._carry_out(self.book.broken(ticket, error, time.monotonic()))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
@@ -178,4 +193,4 @@ class Imports:
 
     async def _close_window(self, ticket: bytes) -> None:
         await self._receiver.close_window(ticket)
-        self._carry_out(self.book.quiesced(ticket, time.monotonic()))
+        self._carry_out(self.book.quiesced(ticket, time.monotonic()), "settled")

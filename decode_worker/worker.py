@@ -47,6 +47,7 @@ from protocol.messages import (
     WorkerLoad,
     WorkerProfile,
 )
+from protocol.transfer_counts import TransferCounts
 from protocol.worker_link import WorkerLink
 
 TICK = 0.1
@@ -111,6 +112,7 @@ class DecodeWorker:
                 timeout=self.config.transfer_timeout,
                 checksum=self.config.transfer_checksum,
                 secret=self.config.transfer_secret,
+                name=str(self.me),
             ),
         )
         resources.push_async_callback(receiver.close)
@@ -189,9 +191,13 @@ class DecodeWorker:
             failures=self._failures,
         )
 
+    def transfer(self) -> TransferCounts:
+        """What it has counted of its handoffs."""
+        return self._imports.tally.counts()
+
     def _heartbeat(self) -> Heartbeat:
         assert self.profile is not None
-        return Heartbeat(self.profile, self.load())
+        return Heartbeat(self.profile, self.load(), self.transfer())
 
     # --- messages -------------------------------------------------------------------------------------------------
 

@@ -185,7 +185,9 @@ class BlockPool:
             InvariantViolation: nobody holds it, the transport may write it, or it is sealed under another hash.
         """
         self._check_distinct((block,))
-        if self._states[block] not in (BlockState.ACTIVE, BlockState.EXPORTED):
+        # A lease that closed in mid-step may leave a block in quarantine that a table still fills; that only reads it.
+        drains_to_cache = self._states[block] is BlockState.DRAINING and block not in self._tainted
+        if self._states[block] not in (BlockState.ACTIVE, BlockState.EXPORTED) and not drains_to_cache:
             raise InvariantViolation(f"cannot seal {self._describe(block)}")
         if self.prefix_cache:
             self._index.insert(block, block_hash)

@@ -12,7 +12,7 @@ class HolderKind(IntEnum):
     TABLE = 0
     """A sequence's block table: kernels read it, and write it until it is sealed."""
     LEASE = 1
-    """An open lease: the transport reads it, nobody writes."""
+    """An open lease: the transport reads it, and nobody writes what that reads."""
     IMPORT = 2
     """An open import: the transport writes it, nobody else may touch it."""
     QUARANTINE = 3

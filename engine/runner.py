@@ -18,10 +18,11 @@ from engine.batch import BatchLimits, Chunk, Draw, flatten
 from engine.checkpoint import Progress, load_weights
 from engine.config import EngineConfig
 from engine.kv_cache import TORCH_DTYPES, KVCache
+from engine.layer_watch import LayerWatch
 from engine.logit_rules import Row
 from engine.models import family
 from engine.models.config import ModelConfig
-from engine.models.model import Model
+from engine.models.model import Model, OnLayer
 from engine.sampler import sample
 from protocol.errors import ConfigError, EngineFailure
 from protocol.layout import PADDING_BLOCK, CacheDtype, KVLayout
@@ -97,8 +98,13 @@ class ModelRunner:
             model.seal()
         return cls(config, model_config, model, backend, cache)
 
-    def execute(self, chunks: Sequence[Chunk]) -> list[Draw | None]:
+    def execute(self, chunks: Sequence[Chunk], watch: LayerWatch | None = None) -> list[Draw | None]:
         """One forward step of all ``chunks``; stores their K and V.
+
+        Args:
+            chunks: the work.
+            watch: called from within: what the layers that are through have stored is in memory, and no later layer
+                writes there. On a GPU the step waits for the device at each call.
 
         Returns:
             What was drawn for each chunk, None where it wants nothing.
@@ -113,7 +119,7 @@ class ModelRunner:
             if chunk.sampling is not None
         ]
         draws: list[Draw | None] = [None] * len(chunks)
-        logits = self.logits(chunks)
+        logits = self.logits(chunks, watch)
         if drawing:
             indices, rows = zip(*drawing, strict=True)
             with _mapped(f"drawing {len(rows)} tokens"):
@@ -122,7 +128,7 @@ class ModelRunner:
                 draws[index] = draw
         return draws
 
-    def logits(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+    def logits(self, chunks: Sequence[Chunk], watch: LayerWatch | None = None) -> torch.Tensor:
         """The forward pass of :meth:`execute` without the draw.
 
         Returns:
@@ -139,8 +145,21 @@ class ModelRunner:
                 torch.from_numpy(batch.positions).to(self.device),
                 self._backend.plan(batch),
                 self.cache,
+                None if watch is None else self._borders(watch),
             )
             return self._model.logits(hidden[torch.from_numpy(batch.logits_indices).to(self.device)])
+
+    def _borders(self, watch: LayerWatch) -> OnLayer:
+        last = self.layout.num_layers
+
+        def on_layer(done: int) -> None:
+            if done % watch.every and done != last:
+                return
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            watch.tell(done)
+
+        return on_layer
 
     def warm_up(self) -> None:
         """Run the largest prompt chunk and a full batch of decodes, in the padding block; no other block changes."""

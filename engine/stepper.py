@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from engine.batch import Chunk, Draw
 from engine.checkpoint import Progress
 from engine.config import EngineConfig
+from engine.layer_watch import LayerWatch
 from engine.runner import ModelRunner
 
 
@@ -58,15 +60,22 @@ class Stepper:
         """Seconds that the step now running has taken; 0 between steps. A wedged engine shows here."""
         return 0.0 if self._entered is None else time.monotonic() - self._entered
 
-    async def execute(self, chunks: Sequence[Chunk]) -> list[Draw | None]:
+    async def execute(self, chunks: Sequence[Chunk], watch: LayerWatch | None = None) -> list[Draw | None]:
         """One forward step of the whole batch; see :meth:`ModelRunner.execute`.
+
+        Args:
+            chunks: the work.
+            watch: called on the event loop, each time before this returns or raises.
 
         Raises:
             EngineFailure: the step raised.
         """
         self._entered = time.monotonic()
+        loop = asyncio.get_running_loop()
+        if watch is not None:
+            watch = LayerWatch(watch.every, partial(_tell_on, loop, watch.tell))
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._executor, self.runner.execute, chunks)
+            return await loop.run_in_executor(self._executor, self.runner.execute, chunks, watch)
         finally:
             self.steps += 1
             self.step_seconds += time.monotonic() - self._entered
@@ -75,3 +84,7 @@ class Stepper:
     def close(self) -> None:
         """Wait for the step under way and end the thread."""
         self._executor.shutdown(wait=True)
+
+
+def _tell_on(loop: asyncio.AbstractEventLoop, tell: Callable[[int], object], done: int) -> None:
+    loop.call_soon_threadsafe(tell, done)

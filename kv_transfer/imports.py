@@ -163,7 +163,7 @@ class ImportBook:
         item.expires = now + ttl
         item.renew_at = now + ttl / RENEWALS_PER_TTL
         self._by_ticket[ticket] = item
-        return [OpenWindow(key, ticket, blocks, generations), _send(item, item.grant)]
+        return [OpenWindow(key, ticket, blocks, generations, prefill.peer), _send(item, item.grant)]
 
     def landed(self, ticket: bytes, blocks: int, nbytes: int, now: float) -> list[Instruction]:
         """So many blocks were written whole under ``ticket``. After the end of an import it changes nothing."""

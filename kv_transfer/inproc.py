@@ -13,6 +13,7 @@ import itertools
 import time
 from collections.abc import Sequence
 
+from kv_transfer.band import Band
 from kv_transfer.memory import as_bytes
 from kv_transfer.ships import Ship, ShipBook, check_ship
 from kv_transfer.span import Span
@@ -98,23 +99,30 @@ class InprocReceiver(Receiver):
 class InprocSender(Sender):
     """See :class:`~kv_transfer.transport.Sender`."""
 
-    def __init__(self, memory: memoryview, exchange: Exchange = PROCESS) -> None:
+    def __init__(self, memory: memoryview, name: str = "", exchange: Exchange = PROCESS) -> None:
+        self._name = name
         self._memory = as_bytes(memory, writable=False)
         self._book = ShipBook()
         self._exchange = exchange
 
     async def ship(
-        self, address: str, ticket: bytes, spans: Sequence[Span], generations: Sequence[tuple[int, int]]
+        self,
+        address: str,
+        ticket: bytes,
+        spans: Sequence[Span],
+        generations: Sequence[tuple[int, int]],
+        *,
+        band: Band | None = None,
     ) -> ShipReport:
         """See :meth:`Sender.ship`."""
         started = time.monotonic()
         ship = self._book.start(ticket)
         try:
-            block_bytes = check_ship(spans, generations, self._memory.nbytes)
+            block_bytes = check_ship(spans, generations, self._memory.nbytes, band)
             if spans:
                 receiver = self._exchange.find(address)
                 part = Part(ship.number, 0, 1, [(span.target, span.nbytes) for span in spans], generations)
-                window = receiver.book.find(ticket)
+                window = receiver.book.claim(ticket, self._name, len(spans), len(generations))
                 window.admit(part, started)
                 await self._deliver(ship, receiver, window, part, spans, block_bytes)
         finally:
@@ -134,7 +142,7 @@ class InprocSender(Sender):
             for span in spans:
                 for done in range(0, span.nbytes, block_bytes):
                     ship.check()
-                    self._copy(ship, receiver, window, span, done, block_bytes)
+                    self._copy(ship, receiver, window, span, done, min(block_bytes, span.nbytes))
                     await asyncio.sleep(0)
             ship.check()
         except (TransferError, asyncio.CancelledError) as error:
@@ -175,6 +183,5 @@ def receiver(bind: str, memory: memoryview, config: TransportConfig) -> Receiver
 
 
 def sender(memory: memoryview, config: TransportConfig) -> Sender:
-    """A sender; nothing in ``config`` concerns this transport."""
-    del config
-    return InprocSender(memory)
+    """A sender; of ``config`` only the name concerns this transport."""
+    return InprocSender(memory, config.name)

@@ -69,6 +69,7 @@ class Ship:
         ship_id: to report with.
         addresses, ticket, layout: of the receiver, out of its grant.
         source_blocks, target_blocks, generations: of equal length; logical order.
+        layers: of each block that are shipped; None for all of them.
     """
 
     key: RequestKey
@@ -79,6 +80,13 @@ class Ship:
     source_blocks: tuple[int, ...]
     target_blocks: tuple[int, ...]
     generations: tuple[int, ...]
+    layers: range | None = None
+
+    @property
+    def finishes(self) -> int:
+        """Blocks of which this ship carries the last layers: those that are to be reported with it."""
+        ends = self.layers is None or self.layers.stop == self.layout.num_layers
+        return len(self.source_blocks) if ends else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +106,13 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class OpenWindow:
-    """Decode: let the receiver write these blocks of these generations under this ticket, and nothing else."""
+    """Decode: let ``sender`` alone write these blocks of these generations under this ticket, and nothing else."""
 
     key: RequestKey
     ticket: bytes
     blocks: tuple[int, ...]
     generations: tuple[int, ...]
+    sender: Peer
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kv_transfer.instructions import Failed, Hold, Instruction, Quarantine, Release, Send, StopShips
-from kv_transfer.lease_state import LEASE_TABLE, Lease, LeaseEvent, LeaseState
+from kv_transfer.lease_state import LEASE_TABLE, Layers, Lease, LeaseEvent, LeaseState
 from kv_transfer.parking import Parked, Parking
 from kv_transfer.tombstones import Tombstones
 from protocol.errors import (
@@ -154,21 +154,21 @@ class LeaseBook:
         self._sign_of_reader(lease, message.ttl, now)
         return [*self._ship_computed(lease), *self._hand_over_if_done(lease, now)]
 
-    def computed(self, key: RequestKey, blocks: Sequence[int], now: float) -> list[Instruction]:
-        """The next logical blocks of ``key`` are complete: their KV is written and will not change.
+    def computed(
+        self, key: RequestKey, blocks: Sequence[int], now: float, *, layers: Layers | None = None
+    ) -> list[Instruction]:
+        """The next logical blocks of ``key`` are complete, or these layers of them: what is so will not change.
+
+        Blocks that were told of by their layers are told of once more, the same ones, when they are complete.
 
         Raises:
-            InvariantViolation: there are more of them than the prompt has.
+            InvariantViolation: they do not follow what was told before, or are more than the prompt has.
         """
         lease = self._find(key)
         if lease is None or not blocks:
             return []
-        if len(lease.source) + len(blocks) > lease.num_blocks:
-            raise InvariantViolation(
-                f"lease {key} has {lease.num_blocks} blocks, got {len(lease.source)} and {len(blocks)} more"
-            )
-        lease.source.extend(blocks)
-        return [Hold(key, tuple(blocks)), *self._ship_computed(lease)]
+        fresh = lease.advance(tuple(blocks), layers)
+        return [*([Hold(key, fresh)] if fresh else []), *self._ship_computed(lease)]
 
     def finished(self, key: RequestKey, next_token: TokenId, now: float) -> list[Instruction]:
         """The whole prompt is computed, its last block announced, and the first token drawn.
@@ -199,14 +199,17 @@ class LeaseBook:
         *,
         transport: str = "",
     ) -> list[Instruction]:
-        """Every byte of a ship was acknowledged by the receiver. A report of an unknown ship changes nothing."""
+        """Every byte of a ship was acknowledged by the receiver, which ``blocks`` it finished.
+
+        A report of an unknown ship changes nothing.
+        """
         lease, asked = self._take_ship(key, ship_id)
         if lease is None:
             return []
         if not lease.open:
             return self._release_if_drained(lease)
         if blocks != asked:
-            error = IntegrityMismatch(f"lease {key}: ship {ship_id} wrote {blocks} blocks of {asked}")
+            error = IntegrityMismatch(f"lease {key}: ship {ship_id} finished {blocks} blocks of {asked}")
             return self._close(lease, error, now, refuse=True, fail=True)
         lease.shipped_blocks += blocks
         lease.shipped_bytes += nbytes
@@ -322,11 +325,11 @@ class LeaseBook:
         lease.expires = now + min(lease.ttl, ttl)
 
     def _ship_computed(self, lease: Lease) -> list[Instruction]:
-        ship = lease.next_ship(self._next_ship_id)
-        if ship is None:
-            return []
-        self._next_ship_id += 1
-        return [ship]
+        ships: list[Instruction] = []
+        while (ship := lease.next_ship(self._next_ship_id)) is not None:
+            self._next_ship_id += 1
+            ships.append(ship)
+        return ships
 
     def _hand_over_if_done(self, lease: Lease, now: float) -> list[Instruction]:
         if not lease.everything_shipped:

@@ -16,7 +16,7 @@ from enum import Enum, auto
 from kv_transfer.instructions import Ship
 from protocol.errors import IntegrityMismatch, InvariantViolation, KVFerryError, LayoutMismatch, LeaseRefused
 from protocol.ids import Peer, RequestKey
-from protocol.layout import PADDING_BLOCK
+from protocol.layout import PADDING_BLOCK, KVLayout
 from protocol.messages import Grant, Handover
 from protocol.sampling import TokenId
 from protocol.transitions import Tracker, TransitionTable
@@ -69,6 +69,23 @@ LEASE_TABLE: TransitionTable[LeaseState, LeaseEvent] = TransitionTable(
 _MAY_SHIP = (LeaseState.GRANTED, LeaseState.FLUSHING, LeaseState.DRAINING)
 
 
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """The first layers of some blocks, which are computed while the others are not.
+
+    Attributes:
+        done: how many, fewer than all.
+        layout: of the pool they are in; a reader whose layout is another gets its blocks whole.
+    """
+
+    done: int
+    layout: KVLayout
+
+    def __post_init__(self) -> None:
+        if not 0 < self.done < self.layout.num_layers:
+            raise InvariantViolation(f"done must lie in (0, {self.layout.num_layers}), got {self.done}", field="done")
+
+
 @dataclass(slots=True, kw_only=True)
 class Lease:
     """What a lease book knows of one key.
@@ -80,10 +97,12 @@ class Lease:
         num_tokens, block_size, num_blocks: of the prompt.
         ttl: seconds the lease lives without a sign of its reader.
         tracker: the state.
-        source: ids of the computed blocks, in logical order.
+        source: ids of the complete blocks, in logical order.
+        begun, layers: the blocks after these of which the first layers are computed, and which.
+        shipped_layers: how many of these layers ships have taken.
         grant: the reader's, once it is there.
         next_block: logical index of the first block that no ship has taken.
-        in_flight: block count of each ship that has not reported, by ship id.
+        in_flight: blocks that each ship finishes which has not reported, by ship id.
         shipped_blocks, shipped_bytes, ship_seconds: sums over the reports.
         transport: that the ships went by.
         next_token, finished_at: set when the whole prompt is computed.
@@ -99,6 +118,9 @@ class Lease:
     ttl: float
     tracker: Tracker[LeaseState, LeaseEvent]
     source: list[int] = field(default_factory=list)
+    begun: tuple[int, ...] = ()
+    layers: Layers | None = None
+    shipped_layers: int = 0
     grant: Grant | None = None
     next_block: int = 0
     in_flight: dict[int, int] = field(default_factory=dict)
@@ -157,24 +179,58 @@ class Lease:
             return IntegrityMismatch(f"the grant of {key} names a block twice, or block {PADDING_BLOCK}")
         return None
 
+    def advance(self, blocks: tuple[int, ...], layers: Layers | None) -> tuple[int, ...]:
+        """The next blocks are complete, or these layers of them; returns those that were not known.
+
+        Raises:
+            InvariantViolation: they do not follow what was known, or are more than the prompt has.
+        """
+        if len(self.source) + len(blocks) > self.num_blocks:
+            counts = f"{self.num_blocks} blocks, got {len(self.source)} and {len(blocks)} more"
+            raise InvariantViolation(f"lease {self.key} has {counts}")
+        before = 0 if self.layers is None else self.layers.done
+        if (self.begun and blocks != self.begun) or (layers is not None and layers.done <= before):
+            told = f"{layers} of blocks {blocks} after {self.layers} of {self.begun}"
+            raise InvariantViolation(f"lease {self.key} is told of {told}")
+        fresh = () if self.begun else blocks
+        self.begun, self.layers = ((), None) if layers is None else (blocks, layers)
+        if layers is None:
+            self.source.extend(blocks)
+        return fresh
+
     def next_ship(self, ship_id: int) -> Ship | None:
-        """Take all that is granted, computed and in no ship yet into a ship; None when that is nothing."""
+        """Take what is granted, computed and in no ship yet into a ship; None when that is nothing."""
         grant, begin, end = self.grant, self.next_block, len(self.source)
-        if grant is None or begin >= end:
+        if grant is None:
             return None
-        wanted = slice(begin - grant.first_block, end - grant.first_block)
-        self.next_block = end
-        self.in_flight[ship_id] = end - begin
-        return Ship(
+        layers, first = None, self.shipped_layers
+        if begin < end:
+            # Of blocks that were shipped in part these are all: they become complete together, and then ship at once.
+            blocks = tuple(self.source[begin:end])
+            layers = range(first, grant.layout.num_layers) if first else None
+            self.next_block, self.shipped_layers = end, 0
+        elif self.layers is not None and self.layers.layout == grant.layout and first < self.layers.done:
+            blocks = self.begun[begin - end :]
+            if not blocks:
+                return None
+            layers = range(first, self.layers.done)
+            self.shipped_layers = self.layers.done
+        else:
+            return None
+        wanted = slice(begin - grant.first_block, begin - grant.first_block + len(blocks))
+        ship = Ship(
             key=self.key,
             ship_id=ship_id,
             addresses=grant.addresses,
             ticket=grant.ticket,
             layout=grant.layout,
-            source_blocks=tuple(self.source[begin:end]),
+            source_blocks=blocks,
             target_blocks=grant.blocks[wanted],
             generations=grant.generations[wanted],
+            layers=layers,
         )
+        self.in_flight[ship_id] = ship.finishes
+        return ship
 
     def handover(self, now: float) -> Handover:
         """The hand-over record of a lease that has shipped everything."""
@@ -207,7 +263,9 @@ class Lease:
             (not self.in_flight or self.state in _MAY_SHIP, f"has ships in flight in {self.state.name}"),
             (self.state is not LeaseState.DRAINING or bool(self.in_flight), "drains with nothing in flight"),
             (self.next_block <= len(self.source) or taken == 0, "ships blocks that are not computed"),
-            (len(self.source) <= self.num_blocks, "has more blocks than its prompt"),
+            (len(self.source) + len(self.begun) <= self.num_blocks, "has more blocks than its prompt"),
+            (bool(self.begun) == (self.layers is not None), "has layers of no blocks, or blocks of no layers"),
+            (self.shipped_layers <= (0 if self.layers is None else self.layers.done), "ships layers not computed"),
             (not self.open or taken == self.shipped_blocks + sum(self.in_flight.values()), "has lost a ship"),
             (self.open or self.expires is None, "is closed and still expires"),
             (self.state is not LeaseState.COMPUTED or self.expires is not None, "waits and never expires"),

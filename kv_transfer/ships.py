@@ -10,6 +10,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
+from kv_transfer.band import Band
 from kv_transfer.gate import Gate
 from kv_transfer.span import Span
 from protocol.errors import ChannelLost, IntegrityMismatch, TransferError
@@ -19,8 +20,10 @@ MAX_ABORTED = 1 << 16
 """Aborted tickets that are remembered. A ticket is good for one import, so old ones never come again."""
 
 
-def check_ship(spans: Sequence[Span], generations: Sequence[tuple[int, int]], memory_bytes: int) -> int:
-    """Bytes of one block, given that the spans are exactly the named blocks and lie inside the memory.
+def check_ship(
+    spans: Sequence[Span], generations: Sequence[tuple[int, int]], memory_bytes: int, band: Band | None = None
+) -> int:
+    """Bytes of one block, given that the spans are exactly the named blocks, or a band of them, and lie in the memory.
 
     Raises:
         IntegrityMismatch: they are not, or do not.
@@ -34,6 +37,9 @@ def check_ship(spans: Sequence[Span], generations: Sequence[tuple[int, int]], me
         if total:
             raise IntegrityMismatch(f"{total} bytes to ship and no block is named", field="generations")
         return 0
+    if band is not None:
+        _check_band(spans, len(generations), band)
+        return band.block_bytes
     block_bytes, rest = divmod(total, len(generations))
     if rest or not total:
         raise IntegrityMismatch(f"{total} bytes are not {len(generations)} whole blocks", field="spans")
@@ -41,6 +47,14 @@ def check_ship(spans: Sequence[Span], generations: Sequence[tuple[int, int]], me
         if span.target % block_bytes or span.nbytes % block_bytes:
             raise IntegrityMismatch(f"{span} is not whole blocks of {block_bytes} bytes", field="spans")
     return block_bytes
+
+
+def _check_band(spans: Sequence[Span], blocks: int, band: Band) -> None:
+    if len(spans) != blocks:
+        raise IntegrityMismatch(f"{len(spans)} spans are not one for each of {blocks} blocks", field="spans")
+    for span in spans:
+        if span.target % band.block_bytes != band.begin or span.nbytes != band.nbytes:
+            raise IntegrityMismatch(f"{span} is not {band} of a block", field="spans")
 
 
 class Ship:

@@ -8,31 +8,37 @@ Until ``close_window`` has returned the transport may write the window's blocks;
 changes under that ticket, whatever a slow, stopped or killed peer does later.
 
 Life cycle of a ship, on the prefill side: the source bytes must not change from the call of ``ship`` until it returns
-or raises. Every block of a window is written at most once, by one ship.
+or raises. Every byte of a window is written at most once, by one ship. A ship writes its blocks whole, or the same band
+of each; a block has landed when all of it has.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType, ModuleType
 
+from kv_transfer.band import Band
 from kv_transfer.span import Span
 from protocol.errors import ConfigError, TransferError, UnknownTransport
 
 TICKET_BYTES = 16
 MIN_SECRET = 16
+MAX_NAME = 160
+NAME = re.compile(rf"[A-Za-z0-9._@-]{{1,{MAX_NAME}}}")
+"""What a party of a KV connection is called: a worker's name and incarnation."""
 SCHEMES: Mapping[str, str] = MappingProxyType(
     {"inproc": "kv_transfer.inproc", "shm": "kv_transfer.shm", "tcp": "kv_transfer.tcp", "ucx": "kv_transfer.ucx"}
 )
 """Module of each scheme. It is imported when first asked for, and has ``receiver`` and ``sender`` functions.
 
 The module of a scheme in SHARED has ``shared_sender`` instead of ``sender``. One whose addresses may be out of reach
-has ``why_unreachable``.
+has ``why_unreachable``, and one that can say what it finds on this machine has ``describe``.
 """
 SHARED = frozenset({"shm"})
 """Schemes whose senders share their memory, and need its descriptor."""
@@ -47,6 +53,7 @@ class Window:
         blocks: destination block ids, each once.
         generations: of each block; a span for another generation is refused.
         block_bytes: bytes of one block; block ``b`` lies at ``b * block_bytes`` of the memory.
+        sender: name of the only one who may show the ticket; empty lets any do it who passes the hello.
 
     Raises:
         ConfigError: a value is out of bounds; names the field and the value.
@@ -56,6 +63,7 @@ class Window:
     blocks: tuple[int, ...]
     generations: tuple[int, ...]
     block_bytes: int
+    sender: str = ""
 
     def __post_init__(self) -> None:
         if len(self.ticket) != TICKET_BYTES:
@@ -75,7 +83,7 @@ class Landed:
 
     Attributes:
         ticket: of its window.
-        blocks: destination block ids that it wrote, each of them wholly.
+        blocks: destination block ids that are whole with it: those it wrote, unless bands of them are still to come.
         nbytes: written.
         seconds: from its first header to its last byte, on the receiver's clock.
     """
@@ -119,9 +127,10 @@ class TransportConfig:
         max_connections: a receiver turns further peers away.
         buffer_bytes: socket buffer that is asked of the kernel. 0 leaves it to the kernel's tuning, which grows it to
             megabytes; a size of one's own ends the tuning and is capped by ``net.core.rmem_max``.
-        checksum: a sender adds a CRC-32 to all it sends. A receiver checks each that comes, and with this set takes
+        checksum: a sender adds a checksum to all it sends. A receiver checks each that comes, and with this set takes
             nothing without.
         secret: what both ends of a connection must know; empty lets everybody in.
+        name: of this end, told to the other and covered by the proof of the secret: a worker's name and incarnation.
 
     Raises:
         ConfigError: a value is out of bounds; names the field and the value.
@@ -133,6 +142,7 @@ class TransportConfig:
     buffer_bytes: int = 0
     checksum: bool = False
     secret: str = field(default="", repr=False)
+    name: str = ""
 
     def __post_init__(self) -> None:
         checks = (
@@ -147,6 +157,8 @@ class TransportConfig:
         if self.secret and len(self.secret) < MIN_SECRET:
             # Its value stays out of messages, and so out of logs.
             raise ConfigError(f"secret must be empty or at least {MIN_SECRET} characters", field="secret")
+        if self.name and not NAME.fullmatch(self.name):
+            raise ConfigError(f"name must be empty or match {NAME.pattern}, got {self.name!r}", field="name")
 
 
 class Receiver(ABC):
@@ -174,7 +186,7 @@ class Receiver(ABC):
             window: what may be written.
             on_landed: called once per ship that arrived whole.
             on_broken: called with the ticket and the error when a ship was cut off in the middle of its bytes. One that
-                was stopped before its first byte, or between two parts, is not known here: an import needs its expiry.
+                was stopped before its first byte is not known here: an import needs its expiry.
 
         Raises:
             ConfigError: a block lies outside the memory.
@@ -202,7 +214,13 @@ class Sender(ABC):
 
     @abstractmethod
     async def ship(
-        self, address: str, ticket: bytes, spans: Sequence[Span], generations: Sequence[tuple[int, int]]
+        self,
+        address: str,
+        ticket: bytes,
+        spans: Sequence[Span],
+        generations: Sequence[tuple[int, int]],
+        *,
+        band: Band | None = None,
     ) -> ShipReport:
         """Write spans of the memory into a window of the receiver at ``address``.
 
@@ -212,11 +230,12 @@ class Sender(ABC):
         Args:
             address: of the receiver.
             ticket: of the window.
-            spans: together exactly the whole blocks that ``generations`` names.
+            spans: together exactly the whole blocks that ``generations`` names, or one span for the band of each.
             generations: ``(destination block, generation)`` pairs.
+            band: of each of the blocks that is written; None for all of it.
 
         Raises:
-            TicketRejected: the receiver does not know the ticket, or a block or generation is not the window's;
+            TicketRejected: the receiver does not know the ticket from this sender, or the blocks are not the window's;
                 where that is known before the first byte, nothing was written.
             ChannelLost: nobody there, connection lost, no progress for ``timeout`` seconds, aborted, or closed.
             IntegrityMismatch: the spans lie outside the memory, or are not the named blocks; or the bytes that arrived
@@ -297,3 +316,13 @@ def why_unreachable(address: str) -> str | None:
     """
     check: Callable[[str], str | None] | None = getattr(_module(scheme_of(address)), "why_unreachable", None)
     return None if check is None else check(address)
+
+
+def describe(scheme: str) -> str:
+    """What the transport says of itself on this machine, in one line; "" where it says nothing. May take seconds.
+
+    Raises:
+        UnknownTransport: no transport has that scheme; lists the known ones.
+    """
+    tell: Callable[[], object] | None = getattr(_module(scheme), "describe", None)
+    return "" if tell is None else str(tell())

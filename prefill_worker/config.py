@@ -24,6 +24,8 @@ class PrefillConfig:
         transfer_timeout: seconds without progress after which a ship fails.
         transfer_checksum: send a checksum with the blocks.
         transfer_secret: what both ends of a KV connection must know; empty lets everybody in.
+        layers_per_ship: the last chunk of a prompt ships in ranges of so many layers while its later ones compute;
+            0 ships it whole, once its step has ended.
         max_waiting: prompts in the queue before new ones are refused.
 
     Raises:
@@ -40,6 +42,7 @@ class PrefillConfig:
     transfer_timeout: float = 10.0
     transfer_checksum: bool = False
     transfer_secret: str = field(default="", repr=False)
+    layers_per_ship: int = 5
     max_waiting: int = 1024
 
     def __post_init__(self) -> None:
@@ -50,6 +53,7 @@ class PrefillConfig:
             ("transport", self.transport in MODES, f"one of {', '.join(MODES)}"),
             ("streams", 1 <= self.streams <= 64, "in [1, 64]"),
             ("transfer_timeout", self.transfer_timeout > 0, "above 0"),
+            ("layers_per_ship", 0 <= self.layers_per_ship <= 1 << 20, "in [0, 1048576]"),
             ("max_waiting", self.max_waiting >= 1, "at least 1"),
         ):
             if not valid:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 
 from engine.block_pool import BlockPool, HolderKind, Owner
+from kv_transfer.band import Band
 from kv_transfer.choice import Chooser
 from kv_transfer.instructions import (
     Failed,
@@ -24,12 +25,15 @@ from kv_transfer.instructions import (
     StopShips,
 )
 from kv_transfer.lease import LeaseBook
+from kv_transfer.lease_state import Layers
 from kv_transfer.plan import plan
+from kv_transfer.tally import Tally
 from kv_transfer.transport import SHARED, Sender, TransportConfig, make_sender, scheme_of
 from protocol.errors import ChannelLost, KVFerryError, Preempted, TransferError
 from protocol.ids import Peer, RequestKey
 from protocol.layout import KVLayout
 from protocol.messages import Abort, ErrorInfo, Grant, Message, Prefill, Renew, Settle
+from protocol.transfer_counts import Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +64,7 @@ class Exports:
 
     Attributes:
         kv_blocks, kv_bytes, kv_seconds: shipped and acknowledged so far.
+        tally: counts what the leases come to.
         chooser: picks the transport for each decode worker.
     """
 
@@ -77,6 +82,7 @@ class Exports:
         transport: TransportConfig,
     ) -> None:
         self.book = LeaseBook()
+        self.tally = Tally()
         self.kv_blocks = 0
         self.kv_bytes = 0
         self.kv_seconds = 0.0
@@ -100,22 +106,30 @@ class Exports:
         former = self._readers.get(reader.name)
         self._readers[reader.name] = reader
         if former is not None and former.incarnation < reader.incarnation:
-            self._carry_out(self.book.reader_lost(former, time.monotonic()))
-        self._carry_out(
-            self.book.open(
-                request.key,
-                reader,
-                None,
-                num_tokens=len(request.token_ids),
-                block_size=self._layout.block_size,
-                ttl=request.lease_ttl,
-                now=time.monotonic(),
-            )
+            self._carry_out(self.book.reader_lost(former, time.monotonic()), "lost")
+        now = time.monotonic()
+        instructions = self.book.open(
+            request.key,
+            reader,
+            None,
+            num_tokens=len(request.token_ids),
+            block_size=self._layout.block_size,
+            ttl=request.lease_ttl,
+            now=now,
         )
+        if self.book.is_open(request.key):
+            self.tally.opened(request.key, now)
+            self._look_for_grant(request.key, now)
+        self._carry_out(instructions)
 
     def computed(self, key: RequestKey, blocks: Sequence[int]) -> None:
         """The next logical blocks are complete."""
         self._carry_out(self.book.computed(key, blocks, time.monotonic()))
+
+    def layers_computed(self, key: RequestKey, blocks: Sequence[int], done: int) -> None:
+        """The first ``done`` layers of the next logical blocks are computed; with all of them these are complete."""
+        layers = Layers(done, self._layout) if done < self._layout.num_layers else None
+        self._carry_out(self.book.computed(key, blocks, time.monotonic(), layers=layers))
 
     def finished(self, key: RequestKey, next_token: int) -> None:
         """The whole prompt is computed and its first token drawn."""
@@ -123,11 +137,11 @@ class Exports:
 
     def cancel(self, key: RequestKey) -> None:
         """The router ended the attempt."""
-        self._carry_out(self.book.cancel(key, time.monotonic()))
+        self._carry_out(self.book.cancel(key, time.monotonic()), "cancelled")
 
     def fail(self, key: RequestKey, error: KVFerryError) -> None:
         """This worker cannot finish the prompt: its reader and the router are told."""
-        self._carry_out(self.book.fail(key, error, time.monotonic()))
+        self._carry_out(self.book.fail(key, error, time.monotonic()), "failed")
 
     def give_back(self) -> bool:
         """End the youngest lease whose reader has no room yet, so that its blocks serve another; False if none does.
@@ -144,19 +158,21 @@ class Exports:
         now = time.monotonic()
         match message:
             case Grant():
-                self._carry_out(self.book.grant(sender, message, now))
+                instructions = self.book.grant(sender, message, now)
+                self._look_for_grant(message.key, now)
+                self._carry_out(instructions)
             case Renew():
                 self._carry_out(self.book.renew(sender, message, now))
             case Settle():
-                self._carry_out(self.book.settle(sender, message, now))
+                self._carry_out(self.book.settle(sender, message, now), "settled")
             case Abort():
-                self._carry_out(self.book.abort(sender, message, now))
+                self._carry_out(self.book.abort(sender, message, now), "aborted")
             case _:
                 logger.warning("decode worker %s sent a %s", sender, type(message).__name__)
 
     def tick(self) -> None:
         """Let what is due expire."""
-        self._carry_out(self.book.tick(time.monotonic()))
+        self._carry_out(self.book.tick(time.monotonic()), "expired")
 
     async def close(self) -> None:
         """Stop every ship and the transports under them."""
@@ -164,7 +180,13 @@ class Exports:
             await sender.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _carry_out(self, instructions: Iterable[Instruction]) -> None:
+    def _look_for_grant(self, key: RequestKey, now: float) -> None:
+        if self.book.is_granted(key):
+            self.tally.granted(key, now)
+
+    def _carry_out(self, instructions: list[Instruction], outcome: Outcome = "broken") -> None:
+        """Do what the book asks; a lease that closes by it is counted under ``outcome``."""
+        self.tally.asked(instructions, outcome, time.monotonic())
         closed: list[RequestKey] = []
         for instruction in instructions:
             match instruction:
@@ -200,14 +222,20 @@ class Exports:
         return self._senders[scheme]
 
     async def _ship(self, order: Ship) -> None:
+        address = ""
         try:
-            spans = plan(self._layout, order.source_blocks, order.layout, order.target_blocks)
+            if order.layers is None:
+                band, spans = None, plan(self._layout, order.source_blocks, order.layout, order.target_blocks)
+            else:
+                band = Band.of_layers(self._layout, order.layers)
+                spans = band.spans(order.source_blocks, order.target_blocks)
             address = self.chooser.choose(order.addresses)
             report = await self._sender(address).ship(
                 address,
                 order.ticket,
                 spans,
                 tuple(zip(order.target_blocks, order.generations, strict=True)),
+                band=band,
             )
         except Exception as error:
             # Whatever went wrong, the book must hear of it: without a report the blocks would drain for ever.
@@ -216,17 +244,19 @@ class Exports:
             cause = error if isinstance(error, KVFerryError) else TransferError(f"ship {order.ship_id} failed: {error}")
             if cause is not error:
                 logger.exception("ship %d of %s failed", order.ship_id, order.key)
+            self.tally.ship_broke(order.key, address.partition("://")[0], cause.code)
             self._carry_out(self.book.ship_failed(order.key, order.ship_id, cause, time.monotonic()))
             return
-        self.kv_blocks += len(order.source_blocks)
+        self.kv_blocks += order.finishes
         self.kv_bytes += report.nbytes
         self.kv_seconds += report.seconds
+        self.tally.shipped(order.key, scheme_of(address), report)
         self._carry_out(
             self.book.shipped(
                 order.key,
                 order.ship_id,
                 nbytes=report.nbytes,
-                blocks=len(order.source_blocks),
+                blocks=order.finishes,
                 seconds=report.seconds,
                 now=time.monotonic(),
                 transport=scheme_of(address),

@@ -212,6 +212,12 @@ class PrefillScheduler:
         self._in_step = tuple(chosen)
         return self._in_step
 
+    def completes(self, work: Work) -> tuple[int, ...]:
+        """Physical blocks that are complete once ``work`` is computed, in logical order."""
+        table = work.prompt.block_table
+        end = len(table) if work.last else work.stop // self._block_size
+        return tuple(table[work.start // self._block_size : end])
+
     def complete_step(self, draws: Sequence[Draw | None]) -> list[Progress]:
         """Account for the step that :meth:`next_step` gave; ``draws`` holds one entry per piece of work."""
         progress = []
@@ -220,13 +226,10 @@ class PrefillScheduler:
             if prompt.tracker.state is PromptState.LEAVING:
                 self._leave(prompt)
                 continue
-            first = prompt.computed // self._block_size
             prompt.computed = work.stop
-            full = work.stop // self._block_size
-            for index in range(first, full):
+            for index in range(work.start // self._block_size, work.stop // self._block_size):
                 self._pool.seal(prompt.block_table[index], prompt.hashes[index])
-            complete = len(prompt.block_table) if work.last else full
-            progress.append(Progress(prompt, tuple(prompt.block_table[first:complete]), draw))
+            progress.append(Progress(prompt, self.completes(work), draw))
             if work.last:
                 prompt.tracker.move(PromptEvent.COMPLETE)
                 del self._running[prompt.key]

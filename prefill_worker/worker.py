@@ -11,18 +11,19 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 
 import zmq.asyncio
 
 from engine.batch import Draw
 from engine.block_pool import BlockPool
+from engine.layer_watch import LayerWatch
 from engine.pool_watch import PoolWatch
 from kv_transfer.transport import TransportConfig
 from prefill_worker.config import PrefillConfig
 from prefill_worker.exports import Exports
-from prefill_worker.scheduler import PrefillScheduler, Progress, Prompt, chunks_of
+from prefill_worker.scheduler import PrefillScheduler, Progress, Prompt, Work, chunks_of
 from protocol.errors import ContextLengthExceeded, InvalidRequest, KVFerryError, Overloaded, ProtocolError
 from protocol.ids import Peer, RequestKey
 from protocol.loops import Loops
@@ -40,6 +41,7 @@ from protocol.messages import (
 )
 from protocol.sampling import FinishReason
 from protocol.sockets import Hub
+from protocol.transfer_counts import TransferCounts
 from protocol.worker_link import WorkerLink
 
 TICK = 0.1
@@ -120,6 +122,7 @@ class PrefillWorker:
                 timeout=self.config.transfer_timeout,
                 checksum=self.config.transfer_checksum,
                 secret=self.config.transfer_secret,
+                name=str(self.me),
             ),
         )
         resources.push_async_callback(self._exports.close)
@@ -183,9 +186,13 @@ class PrefillWorker:
             transport_fallbacks=exports.chooser.fallbacks,
         )
 
+    def transfer(self) -> TransferCounts:
+        """What it has counted of its handoffs."""
+        return self._exports.tally.counts()
+
     def _heartbeat(self) -> Heartbeat:
         assert self.profile is not None
-        return Heartbeat(self.profile, self.load())
+        return Heartbeat(self.profile, self.load(), self.transfer())
 
     # --- messages -------------------------------------------------------------------------------------------------
 
@@ -295,7 +302,8 @@ class PrefillWorker:
                 await self._wake.wait()
                 continue
             try:
-                draws = await self._stepper.execute(chunks_of(step))
+                early = self._shipped_by_layers(step)
+                draws = await self._execute(step, early)
             except KVFerryError as error:
                 logger.exception("a prefill step failed")
                 for prompt in self._scheduler.fail_step():
@@ -306,12 +314,31 @@ class PrefillWorker:
                 continue
             self._prefill_tokens += sum(work.stop - work.start for work in step)
             for progress in self._scheduler.complete_step(draws):
-                self._advance(progress)
+                self._advance(progress, told=progress.prompt.key in early)
 
-    def _advance(self, progress: Progress) -> None:
+    def _shipped_by_layers(self, step: Sequence[Work]) -> dict[RequestKey, tuple[int, ...]]:
+        """Blocks that ship while the step computes them: those of last chunks, for nothing computes after these."""
+        if not self.config.layers_per_ship:
+            return {}
+        last = (work for work in step if work.last and work.prompt.request.handoff is not None)
+        return {work.prompt.key: self._scheduler.completes(work) for work in last}
+
+    async def _execute(
+        self, step: Sequence[Work], early: Mapping[RequestKey, tuple[int, ...]]
+    ) -> Sequence[Draw | None]:
+        if not early:
+            return await self._stepper.execute(chunks_of(step))
+
+        def tell(done: int) -> None:
+            for key, blocks in early.items():
+                self._exports.layers_computed(key, blocks, done)
+
+        return await self._stepper.execute(chunks_of(step), LayerWatch(self.config.layers_per_ship, tell))
+
+    def _advance(self, progress: Progress, *, told: bool = False) -> None:
         prompt = progress.prompt
         leased = prompt.request.handoff is not None
-        if leased and progress.blocks:
+        if leased and progress.blocks and not told:
             self._exports.computed(prompt.key, progress.blocks)
         if progress.draw is None:
             return

@@ -21,6 +21,7 @@ from protocol.errors import KVFerryError, error_from_code
 from protocol.ids import Address, BlockId, Peer, RequestKey, Role, Ticket, WorkerId
 from protocol.layout import KVLayout
 from protocol.sampling import FinishReason, SamplingParams, TokenId, TokenLogprobs
+from protocol.transfer_counts import TransferCounts
 
 MAX_TOKENS = 1 << 20
 """Longest token list in one message: a million tokens of context."""
@@ -148,6 +149,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
 
     profile: WorkerProfile
     load: WorkerLoad
+    transfer: TransferCounts = TransferCounts()
 
 
 class PrefillAddress(msgspec.Struct, frozen=True, kw_only=True):

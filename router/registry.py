@@ -7,10 +7,12 @@ is forgotten when it was lost for long. A worker that drains is live, but takes 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from protocol.ids import Peer
 from protocol.messages import Heartbeat, WorkerLoad, WorkerProfile
+from protocol.transfer_counts import TransferCounts
+from router.totals import Totals
 
 MAX_WORKERS = 4096
 """Names that are remembered at most; heartbeats of further ones are not heard."""
@@ -24,6 +26,8 @@ class Worker:
         identity: how the hub addresses it.
         last_seen: when the last heartbeat came (seconds, this process's monotonic clock).
         lost: why it is not live; empty while it is.
+        transfer: what it counts of its handoffs.
+        earlier: what earlier incarnations of the name had counted when they were last heard of.
     """
 
     peer: Peer
@@ -32,6 +36,13 @@ class Worker:
     load: WorkerLoad
     last_seen: float
     lost: str = ""
+    transfer: TransferCounts = field(default_factory=TransferCounts)
+    earlier: Totals = field(default_factory=Totals)
+
+    @property
+    def totals(self) -> Totals:
+        """What this and the earlier incarnations counted: it never falls as long as the name is known."""
+        return self.earlier.plus(self.load, self.transfer)
 
     @property
     def live(self) -> bool:
@@ -88,10 +99,11 @@ class WorkerRegistry:
             return []
         age = message.load.step_age
         wedged = f"its step loop has stood for {age:.1f} s" if age > self._step_age_bound else ""
-        worker = Worker(sender, identity, message.profile, message.load, now, wedged)
+        same = known is not None and known.peer == sender
+        earlier = Totals() if known is None else known.earlier if same else known.totals
+        worker = Worker(sender, identity, message.profile, message.load, now, wedged, message.transfer, earlier)
         self._workers[sender.name] = worker
         events: list[WorkerEvent] = []
-        same = known is not None and known.peer == sender
         if known is not None and known.live and not same:
             events.append(WorkerLost(known.peer, "a newer incarnation took its place"))
         if same and known is not None and known.live and wedged:
@@ -135,5 +147,5 @@ class WorkerRegistry:
         return worker if worker is not None and worker.peer == peer else None
 
     def workers(self) -> tuple[Worker, ...]:
-        """All that are known, lost ones included, by name."""
-        return tuple(self._workers[name] for name in sorted(self._workers))
+        """All that are known, lost ones included, by name. May be called in any thread: it looks but once."""
+        return tuple(worker for _, worker in sorted(self._workers.items()))

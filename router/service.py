@@ -173,7 +173,7 @@ class Service:
         }
 
     def metrics(self) -> bytes:
-        """All metrics in the Prometheus text format."""
+        """All metrics in the Prometheus text format; may be called in any thread."""
         return self._metrics.exposition()
 
     def _live_workers(self) -> list[Worker]:

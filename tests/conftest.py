@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from pathlib import Path
 
@@ -12,6 +13,21 @@ from namespaces import Lan
 
 # Two OpenMP threads that share their cores with other processes spin for each other, and take ten times as long as one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("faults")
+    group.addoption("--fault-points", type=int, default=6, help="random faults of each soak (the long version: 200)")
+    group.addoption("--fault-seed", type=int, default=None, help="draws the faults of the soaks; by default a new one")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.fault_seed is None:
+        config.option.fault_seed = secrets.randbits(32)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"faults: --fault-seed {config.option.fault_seed}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

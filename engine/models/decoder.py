@@ -15,7 +15,7 @@ from engine.attention.backend import Angles, AttentionPlan
 from engine.kv_cache import KVCache
 from engine.models.config import ModelConfig
 from engine.models.linear import Linear
-from engine.models.model import Model
+from engine.models.model import Model, OnLayer
 from engine.models.norm import Norm, RMSNorm
 from engine.models.rope import RotaryTable
 
@@ -173,16 +173,23 @@ class Decoder(Model):
         self._head.pack()
 
     def hidden(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionPlan, cache: KVCache
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionPlan,
+        cache: KVCache,
+        on_layer: OnLayer | None = None,
     ) -> torch.Tensor:
-        """Last hidden states, [T, hidden], before the final norm."""
+        """Last hidden states, [T, hidden], before the final norm; see :meth:`Model.hidden`."""
         x = functional.embedding(token_ids, self._embedding)
         if self._embedding_scale != 1.0:
             x.mul_(self._embedding_scale)
         angles = self._rope.at(positions)
         delta: torch.Tensor | None = None
-        for layer in self._layers:
+        for done, layer in enumerate(self._layers, 1):
             delta = layer(x, delta, angles, attention, cache)
+            if on_layer is not None:
+                on_layer(done)
         return x if delta is None else x.add_(delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -7,11 +7,15 @@ called any number of times.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 
 from engine.attention.backend import AttentionPlan
 from engine.kv_cache import KVCache
+
+OnLayer = Callable[[int], None]
+"""Called with the number of layers that are through."""
 
 
 class Model(ABC):
@@ -31,9 +35,18 @@ class Model(ABC):
 
     @abstractmethod
     def hidden(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionPlan, cache: KVCache
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionPlan,
+        cache: KVCache,
+        on_layer: OnLayer | None = None,
     ) -> torch.Tensor:
-        """Last hidden states, [T, hidden], of int64 ``token_ids`` [T] at ``positions`` [T]; stores their K and V."""
+        """Last hidden states, [T, hidden], of int64 ``token_ids`` [T] at ``positions`` [T]; stores their K and V.
+
+        Layers go in ascending order, and each writes its own part of the cache's blocks alone. ``on_layer`` is called
+        after each with how many are through: nothing is written to those any more.
+        """
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

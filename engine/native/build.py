@@ -26,9 +26,14 @@ _WIDE_VECTORS = "-mprefer-vector-width=512"
 _TIMEOUT_S = 300
 
 
+def find_compiler() -> str | None:
+    """Path of the C++ compiler that builds the library; None where there is none."""
+    return next((found for name in _COMPILERS if (found := shutil.which(name))), None)
+
+
 def build(cache: Path) -> Path | None:
     """The library's file in ``cache``, built if it is not there; None where there is no compiler that can."""
-    compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
+    compiler = find_compiler()
     if compiler is None or platform.system() != "Linux":
         return None
     try:

@@ -16,7 +16,7 @@ import torch
 
 from engine.native.build import build
 
-_SWITCH = "KVFERRY_NATIVE"
+SWITCH = "KVFERRY_NATIVE"
 """Environment variable; ``0`` leaves everything to torch."""
 _POINTER, _INT, _SIZE, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, tuple[type, ...]] = {
@@ -65,7 +65,7 @@ class Kernels:
 @cache
 def load() -> Kernels | None:
     """The kernels; None where they are switched off or cannot be built."""
-    if os.environ.get(_SWITCH) == "0":
+    if os.environ.get(SWITCH) == "0":
         return None
     path = build(Path(platformdirs.user_cache_dir("kvferry")) / "native")
     try:

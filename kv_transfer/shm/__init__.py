@@ -1,8 +1,9 @@
 """KV through shared memory, between processes of one host: the receiver copies straight from the sender's pool.
 
-The sender's pool lies in a memfd. Over an abstract Unix socket it passes read access to it, and a :mod:`ledger
-<kv_transfer.shm.ledger>`; each ship is then a small frame that says which bytes belong where, and one answer. There is
-one copy and no staging. Whoever can connect to the socket is on the same host, in the same network namespace.
+The sender's pool lies in a memfd. Over an abstract Unix socket, once both ends have proved themselves, it passes read
+access to it, and a :mod:`ledger <kv_transfer.shm.ledger>`; each ship is then a small frame that says which bytes belong
+where, and one answer. There is one copy and no staging. Whoever can connect to the socket is on the same host, in the
+same network namespace.
 
 What makes it safe:
 

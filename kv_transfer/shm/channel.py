@@ -1,7 +1,7 @@
 """The sender's connection to one receiver. Lives on the event loop.
 
-Life cycle: made (connected, the hello sent) -> opened (welcomed) -> lost, with everything that waits on it. Frames of
-many ships may be under way; the receiver answers each.
+Life cycle: made (connected) -> opened (both ends have proved themselves, our memory is welcome) -> lost, with all that
+waits on it. Frames of many ships may be under way; the receiver answers each.
 """
 
 from __future__ import annotations
@@ -10,10 +10,14 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from typing import cast
 
+from kv_transfer import hello
 from kv_transfer.shm import endpoint, sealed, wire
-from protocol.errors import ChannelLost, KVFerryError, MalformedFrame, TicketRejected
+from kv_transfer.shm.wire import Verdict
+from kv_transfer.transport import TransportConfig
+from protocol.errors import ChannelLost, IntegrityMismatch, KVFerryError, MalformedFrame, TicketRejected
 
 LOOKS_PER_TIMEOUT = 8
 
@@ -26,7 +30,7 @@ class Channel(asyncio.Protocol):
         pool: descriptor of the memory that ships are read from.
         pool_bytes: its length.
         ledger: descriptor of the ledger.
-        timeout: seconds without progress after which the receiver is given up.
+        config: timeout is after how many seconds without progress the receiver is given up.
         copied: bytes that the receiver has copied of the ship with this ledger slot.
         on_lost: called once, when nothing can be sent any more.
 
@@ -44,12 +48,13 @@ class Channel(asyncio.Protocol):
         pool: int,
         pool_bytes: int,
         ledger: int,
-        timeout: float,
+        config: TransportConfig,
         copied: Callable[[int], int],
         on_lost: Callable[[Channel], None],
     ) -> None:
         self.address = address
-        self._timeout = timeout
+        self._config = config
+        self._timeout = config.timeout
         self._copied = copied
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
@@ -63,32 +68,56 @@ class Channel(asyncio.Protocol):
         self._answers = 0
         self._still_since = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
-        connection = endpoint.connect(address)
-        try:
-            self._greet(connection, pool, pool_bytes, ledger)
-        except BaseException:
-            connection.close()
-            raise
+        self._memory = (pool, pool_bytes, ledger)
+        self._connection = endpoint.connect(address)
         self._watch()
-        self._attaching = self._loop.create_task(self._attach(connection))
+        self._attaching = self._loop.create_task(self._attach())
 
-    def _greet(self, connection: socket.socket, pool: int, pool_bytes: int, ledger: int) -> None:
+    async def _greet(self) -> None:
+        party = hello.Party("shm", (wire.LOWEST_VERSION, wire.HIGHEST_VERSION), self._config)
+        talk = hello.greet(party)
+        heard: bytes | None = None
+        while True:
+            try:
+                asked = next(talk) if heard is None else talk.send(heard)
+            except StopIteration:
+                return
+            if isinstance(asked, int):
+                heard = await self._read(asked)
+            else:
+                await self._loop.sock_sendall(self._connection, asked)
+                heard = b""
+
+    async def _read(self, nbytes: int) -> bytes:
+        data = b""
+        while len(data) < nbytes:
+            piece = await self._loop.sock_recv(self._connection, nbytes - len(data))
+            if not piece:
+                raise ChannelLost("the receiver closed the connection")
+            data += piece
+        return data
+
+    def _offer(self) -> None:
+        pool, pool_bytes, ledger = self._memory
         # File descriptions of their own: the pool's cannot write, and the ledger's has its own locks.
         given = [sealed.reopen(pool, writable=False)]
         try:
             given.append(sealed.reopen(ledger, writable=True))
-            socket.send_fds(connection, [wire.pack_hello(pool_bytes)], given)
-        except OSError as error:
-            raise ChannelLost(f"cannot greet {self.address}: {error}") from error
+            socket.send_fds(self._connection, [wire.pack_offer(pool_bytes)], given)
         finally:
             for descriptor in given:
                 os.close(descriptor)
 
-    async def _attach(self, connection: socket.socket) -> None:
+    async def _attach(self) -> None:
         try:
-            await self._loop.create_unix_connection(lambda: self, sock=connection)
-        except (OSError, asyncio.CancelledError) as error:
-            connection.close()
+            await self._greet()
+            # Only now: who cannot prove that it knows the secret gets no access to our memory.
+            self._offer()
+            await self._loop.create_unix_connection(lambda: self, sock=self._connection)
+        except (OSError, KVFerryError, asyncio.CancelledError) as error:
+            self._connection.close()
+            lost = error if isinstance(error, KVFerryError) else ChannelLost(f"connection lost: {error}")
+            self.lose(lost)
             self.connection_lost(None)
             if isinstance(error, asyncio.CancelledError):
                 raise
@@ -135,6 +164,10 @@ class Channel(asyncio.Protocol):
             self.opened.exception()
         if self._transport is not None:
             self._transport.abort()
+        else:
+            # Ends the hello, whatever the receiver does.
+            with suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
         self._on_lost(self)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -165,10 +198,10 @@ class Channel(asyncio.Protocol):
             return False
         head = bytes(self._heard[: kind.size])
         if self.opened.done():
-            ship, refused, length = wire.parse_answer(head)
+            ship, verdict, length = wire.parse_answer(head)
         else:
-            refused, length = wire.parse_welcome(head)
-            ship = 0
+            turned_away, length = wire.parse_welcome(head)
+            ship, verdict = 0, Verdict.REFUSED if turned_away else Verdict.LANDED
         end = kind.size + length
         if len(self._heard) < end:
             return False
@@ -176,17 +209,18 @@ class Channel(asyncio.Protocol):
         del self._heard[:end]
         self._answers += 1
         if kind is wire.WELCOME:
-            if refused:
+            if verdict is not Verdict.LANDED:
                 raise MalformedFrame(f"the receiver turned us away: {reason}")
             self.opened.set_result(None)
             return True
         _, done = self._waiting.pop(ship, (0, None))
         # A ship that was withdrawn is answered, too, and nobody waits for it any more.
         if done is not None and not done.done():
-            if refused:
-                done.set_exception(self._located(TicketRejected(f"the receiver refused: {reason}")))
-            else:
+            if verdict is Verdict.LANDED:
                 done.set_result(None)
+            else:
+                refused = TicketRejected if verdict is Verdict.REFUSED else IntegrityMismatch
+                done.set_exception(self._located(refused(f"the receiver refused: {reason}")))
         return True
 
     def _watch(self) -> None:

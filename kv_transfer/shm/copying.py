@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kv_transfer.checksum import Checksum
+
 Run = tuple[int, int, int]
 """``(source, target, nbytes)``."""
 Bytes = npt.NDArray[np.uint8]
@@ -49,6 +51,11 @@ class Copier:
                 self._target[target : target + nbytes] = self._source[source : source + nbytes]
             else:
                 np.copyto(self._into[target : target + nbytes], self._from[source : source + nbytes])
+
+    def sum(self, batch: Sequence[Run], checksum: Checksum) -> None:
+        """Take in what every run was copied to."""
+        for _, target, nbytes in batch:
+            checksum.update(self._target[target : target + nbytes])
 
     def release(self) -> None:
         """Let go of both memories."""

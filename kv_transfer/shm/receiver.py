@@ -31,7 +31,7 @@ class ShmReceiver(Receiver):
     Args:
         bind: ``shm://name``, or ``shm://*`` for a fresh name.
         memory: writable; it need not be shared itself.
-        config: timeout is what a new connection has for its hello.
+        config: timeout is what a new connection has for its hello, secret what it must know.
 
     Raises:
         ConfigError: the name cannot be taken, or the memory not written.
@@ -105,7 +105,7 @@ class ShmReceiver(Receiver):
         if full or self._closed:
             connection.close()
             return
-        service = Service(connection, self._book, self._memory, self._config.timeout)
+        service = Service(connection, self._book, self._memory, self._config)
         thread = Thread(target=self._serve, args=(service,), name=f"kv-shm-serve-{self._address[6:14]}")
         with self._lock:
             self._services[thread] = service

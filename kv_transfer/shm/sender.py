@@ -1,4 +1,4 @@
-"""The prefill side of the shared-memory transport. It has no thread: receivers do the copying.
+"""The prefill side of the shared-memory transport. Receivers do the copying; its one thread reckons checksums, if any.
 
 Life cycle: made -> ships come and go, connections are made when first needed and kept -> closed.
 
@@ -15,7 +15,10 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
+from kv_transfer.band import Band
+from kv_transfer.checksum import reckon
 from kv_transfer.memory import as_bytes
 from kv_transfer.ships import Ship, ShipBook, check_ship
 from kv_transfer.shm import sealed, wire
@@ -27,6 +30,8 @@ from protocol.errors import ConfigError, IntegrityMismatch, TransferError
 
 FIRST_LOOK, LAST_LOOK = 0.0002, 0.02
 """Seconds between looks at a struck entry that is not quiet; each is twice the one before."""
+SUM_ON_LOOP = 256 << 10
+"""Up to here a checksum takes less time than handing it to another thread."""
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +49,8 @@ class ShmSender(Sender):
     """
 
     def __init__(self, memory: memoryview, config: TransportConfig, descriptor: int | None) -> None:
-        self._nbytes = as_bytes(memory, writable=False).nbytes
+        self._memory = as_bytes(memory, writable=False)
+        self._nbytes = self._memory.nbytes
         if descriptor is None or not sys.platform.startswith("linux"):
             raise ConfigError("the shm transport needs Linux, and a pool in shared memory", field="memory")
         try:
@@ -57,16 +63,23 @@ class ShmSender(Sender):
         self._ledger = SenderLedger()
         self._room = asyncio.Semaphore(SLOTS)
         self._channels: dict[str, Channel] = {}
+        self._summing = ThreadPoolExecutor(1, "kv-shm-sum")
         self._closed = self._given_up = False
 
     async def ship(
-        self, address: str, ticket: bytes, spans: Sequence[Span], generations: Sequence[tuple[int, int]]
+        self,
+        address: str,
+        ticket: bytes,
+        spans: Sequence[Span],
+        generations: Sequence[tuple[int, int]],
+        *,
+        band: Band | None = None,
     ) -> ShipReport:
         """See :meth:`Sender.ship`."""
         started = time.monotonic()
         ship = self._book.start(ticket)
         try:
-            check_ship(spans, generations, self._nbytes)
+            check_ship(spans, generations, self._nbytes, band)
             if spans:
                 async with self._room:
                     await self._deliver(ship, address, spans, generations)
@@ -87,8 +100,11 @@ class ShmSender(Sender):
                 done.set_exception(error)
 
         try:
-            frame = wire.pack_frame(ship.ticket, ship.number, slot, spans, generations)
+            summed = self._config.checksum
+            frame = wire.pack_frame(ship.ticket, ship.number, slot, spans, generations, summed=summed)
             ship.on_stop(stop)
+            if summed:
+                frame += await self._sum(ship, frame, spans)
             channel = self._channel(address)
             await asyncio.wait({channel.opened, done}, return_when=asyncio.FIRST_COMPLETED)
             if not done.done():
@@ -99,6 +115,21 @@ class ShmSender(Sender):
             self._ledger.give_back(slot)
             if not done.cancel() and not done.cancelled():
                 done.exception()
+
+    async def _sum(self, ship: Ship, frame: bytes, spans: Sequence[Span]) -> bytes:
+        views = [self._memory[span.source : span.source + span.nbytes] for span in spans]
+        if sum(span.nbytes for span in spans) <= SUM_ON_LOOP:
+            total = reckon(frame, views, ship.gate)
+        else:
+            loop = asyncio.get_running_loop()
+            try:
+                total = await loop.run_in_executor(self._summing, reckon, frame, views, ship.gate)
+            except asyncio.CancelledError:
+                await ship.gate.shut()
+                raise
+        ship.check()
+        assert total is not None, "only stopping a ship shuts its gate"
+        return total
 
     async def _await_answer(
         self, ship: Ship, slot: int, channel: Channel, frame: bytes, done: asyncio.Future[None]
@@ -139,7 +170,7 @@ class ShmSender(Sender):
                 self._pool,
                 self._nbytes,
                 self._ledger.descriptor,
-                self._config.timeout,
+                self._config,
                 self._ledger.copied,
                 self._lost,
             )
@@ -173,4 +204,6 @@ class ShmSender(Sender):
         for channel in tuple(self._channels.values()):
             await channel.close()
         self._ledger.close()
+        self._summing.shutdown()
+        self._memory = memoryview(b"")
         os.close(self._pool)

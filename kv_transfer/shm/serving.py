@@ -1,4 +1,4 @@
-"""The receiver's side of one connection: hello, then frame after frame into the windows that are open.
+"""The receiver's side of one connection: hello, the sender's memory, then frame after frame into open windows.
 
 One thread per connection, which blocks on the socket and copies. It ends when the peer goes, when the peer says
 something else than the protocol, or when :meth:`Service.end` shuts the socket.
@@ -11,11 +11,15 @@ import socket
 import time
 from contextlib import ExitStack, suppress
 
+from kv_transfer import hello
+from kv_transfer.checksum import Checksum
 from kv_transfer.shm import sealed, wire
 from kv_transfer.shm.copying import Copier, Run, batches
 from kv_transfer.shm.ledger import ReceiverLedger
+from kv_transfer.shm.wire import Verdict
+from kv_transfer.transport import TransportConfig
 from kv_transfer.windows import OpenWindow, Part, WindowBook
-from protocol.errors import ChannelLost, KVFerryError, MalformedFrame, TicketRejected
+from protocol.errors import ChannelLost, IntegrityMismatch, KVFerryError, MalformedFrame, TicketRejected
 
 DESCRIPTORS = 2
 MAX_DESCRIPTORS = 8
@@ -29,14 +33,17 @@ class Service:
         connection: blocking; closed at the end.
         book: the receiver's windows.
         memory: what is written.
-        timeout: seconds that the peer has for its hello.
+        config: timeout is what the peer has for its hello and its offer, secret what it must know.
     """
 
-    def __init__(self, connection: socket.socket, book: WindowBook, memory: memoryview, timeout: float) -> None:
+    def __init__(
+        self, connection: socket.socket, book: WindowBook, memory: memoryview, config: TransportConfig
+    ) -> None:
         self._connection = connection
         self._book = book
         self._memory = memory
-        self._timeout = timeout
+        self._config = config
+        self._deadline = time.monotonic() + config.timeout
 
     def end(self) -> None:
         """Have :meth:`run` return soon; from any thread."""
@@ -52,24 +59,46 @@ class Service:
         with ExitStack() as stack:
             stack.callback(self._connection.close)
             try:
+                peer = self._greet()
+                # Not one descriptor of a stranger's is taken, and nothing of it mapped.
                 pool, ledger = self._welcome(stack)
                 copier = Copier(pool, self._memory)
                 stack.callback(copier.release)
                 while True:
-                    self._frame(copier, ledger, pool.nbytes)
+                    self._frame(peer, copier, ledger, pool.nbytes)
             except OSError as error:
                 raise ChannelLost(f"connection lost: {error}") from error
 
+    def _greet(self) -> str:
+        party = hello.Party("shm", (wire.LOWEST_VERSION, wire.HIGHEST_VERSION), self._config)
+        talk = hello.admit(party)
+        heard: bytes | None = None
+        while True:
+            try:
+                asked = next(talk) if heard is None else talk.send(heard)
+            except StopIteration as end:
+                met: hello.Met = end.value
+                return met.name
+            self._connection.settimeout(self._left())
+            if isinstance(asked, int):
+                heard = bytes(self._read(asked, hurried=True))
+            else:
+                self._connection.sendall(asked)
+                heard = b""
+
+    def _left(self) -> float:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise ChannelLost("the hello took too long")
+        return left
+
     def _welcome(self, stack: ExitStack) -> tuple[memoryview, ReceiverLedger]:
-        self._connection.settimeout(self._timeout)
-        deadline = time.monotonic() + self._timeout
-        hello = bytearray()
+        offer = bytearray()
         descriptors: list[int] = []
         try:
-            while len(hello) < wire.HELLO.size:
-                if time.monotonic() > deadline:
-                    raise ChannelLost("no hello came")
-                room = wire.HELLO.size - len(hello)
+            while len(offer) < wire.OFFER.size:
+                self._connection.settimeout(self._left())
+                room = wire.OFFER.size - len(offer)
                 data, found, flags, _ = socket.recv_fds(
                     self._connection, room, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
                 )
@@ -77,12 +106,12 @@ class Service:
                 if not data:
                     raise ChannelLost("the peer closed the connection")
                 if flags & socket.MSG_CTRUNC or len(descriptors) > DESCRIPTORS:
-                    raise MalformedFrame("a hello with more than two descriptors")
-                hello += data
+                    raise MalformedFrame("an offer with more than two descriptors")
+                offer += data
             try:
-                nbytes = wire.parse_hello(hello)
+                nbytes = wire.parse_offer(offer)
                 if len(descriptors) != DESCRIPTORS:
-                    raise MalformedFrame(f"a hello with {len(descriptors)} descriptors, not {DESCRIPTORS}")
+                    raise MalformedFrame(f"an offer with {len(descriptors)} descriptors, not {DESCRIPTORS}")
                 mapped = sealed.attach(descriptors[0], nbytes, writable=False)
                 stack.callback(mapped.close)
                 ledger = ReceiverLedger(descriptors[1])
@@ -101,11 +130,13 @@ class Service:
         stack.callback(pool.release)
         return pool, ledger
 
-    def _read(self, nbytes: int) -> bytearray:
+    def _read(self, nbytes: int, *, hurried: bool = False) -> bytearray:
         data = bytearray(nbytes)
         with memoryview(data) as view:
             done = 0
             while done < nbytes:
+                if hurried:
+                    self._connection.settimeout(self._left())
                 count = self._connection.recv_into(view[done:])
                 if not count:
                     raise ChannelLost("the peer closed the connection")
@@ -116,49 +147,74 @@ class Service:
         while nbytes:
             nbytes -= len(self._read(min(nbytes, SKIP_BYTES)))
 
-    def _frame(self, copier: Copier, ledger: ReceiverLedger, pool_bytes: int) -> None:
-        head = wire.parse_head(self._read(wire.FRAME.size))
-        unread = head.table_bytes
+    def _frame(self, peer: str, copier: Copier, ledger: ReceiverLedger, pool_bytes: int) -> None:
+        raw = self._read(wire.FRAME.size)
+        head = wire.parse_head(raw)
         try:
-            window = self._book.find(head.ticket)
-            table = self._read(unread)
-            unread = 0
+            window = self._book.claim(head.ticket, peer, head.spans, head.blocks)
+            if self._config.checksum and not head.summed:
+                raise TicketRejected("the receiver takes nothing without a checksum")
+        except TicketRejected as refusal:
+            self._connection.sendall(wire.pack_answer(head.ship, Verdict.REFUSED, refusal.message))
+            self._skip(head.table_bytes + head.tail_bytes)
+            return
+        table = self._read(head.table_bytes)
+        wanted = bytes(self._read(head.tail_bytes))
+        try:
             runs, generations = wire.parse_tables(head, table, pool_bytes)
             if not ledger.valid(head.slot, head.ship):
                 raise TicketRejected("the ship was withdrawn")
             part = Part(head.ship, 0, 1, [(target, nbytes) for _, target, nbytes in runs], generations)
             window.admit(part, time.monotonic())
-            _fill(window, part, runs, copier, ledger, head)
+            checksum = Checksum(raw + table) if head.summed else None
+            whole = _fill(window, part, runs, copier, ledger, head, checksum)
+            if whole and checksum is not None and checksum.digest() != wanted:
+                error = IntegrityMismatch(f"ship {head.ship:x} has not the checksum that it was sent with")
+                window.abandon(part, error)
+                raise error
             landed = window.complete(part, time.monotonic())
-        except (TicketRejected, ChannelLost) as refusal:
-            self._skip(unread)
-            self._connection.sendall(wire.pack_answer(head.ship, refusal.message))
+        except (TicketRejected, ChannelLost, IntegrityMismatch) as refusal:
+            verdict = Verdict.DAMAGED if isinstance(refusal, IntegrityMismatch) else Verdict.REFUSED
+            self._connection.sendall(wire.pack_answer(head.ship, verdict, refusal.message))
             return
         try:
             # The sender waits for this; the report wakes our own event loop and would get in its way.
-            self._connection.sendall(wire.pack_answer(head.ship, None))
+            self._connection.sendall(wire.pack_answer(head.ship, Verdict.LANDED))
         finally:
             assert landed is not None, "the only part"
             window.report(landed)
 
 
 def _fill(
-    window: OpenWindow, part: Part, runs: list[Run], copier: Copier, ledger: ReceiverLedger, head: wire.FrameHead
-) -> None:
-    """Copy every run, as long as the window is open; a ship that its sender withdraws never lands."""
+    window: OpenWindow,
+    part: Part,
+    runs: list[Run],
+    copier: Copier,
+    ledger: ReceiverLedger,
+    head: wire.FrameHead,
+    checksum: Checksum | None,
+) -> bool:
+    """Copy every run, and sum what was copied, as long as the window is open; whether it was to the end.
+
+    A ship that its sender withdraws never lands.
+    """
     copied = 0
     for batch in batches(runs):
         if not window.gate.enter():
-            return
+            return False
         try:
             wanted = ledger.enter(head.slot, head.ship)
             if wanted:
                 copier.copy(batch)
                 copied += sum(nbytes for _, _, nbytes in batch)
                 wanted = ledger.leave(head.slot, head.ship, copied)
+            if wanted and checksum is not None:
+                # Our own copy of the bytes: the sender may have its memory back meanwhile.
+                copier.sum(batch, checksum)
         finally:
             window.gate.leave()
         if not wanted:
             error = ChannelLost("the sender withdrew the ship")
             window.abandon(part, error)
             raise error
+    return True

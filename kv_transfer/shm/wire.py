@@ -1,18 +1,18 @@
-"""Bytes of the shared-memory transport, native order (both ends are on one host), every length bounded.
+"""Bytes of the shared-memory transport after its hello, native order (both ends are on one host), every length bounded.
 
 ::
 
-    hello     to the receiver    magic "KVSH", lowest version, highest version, zero, bytes of the pool;
-                                 with it, two descriptors: the pool and the ledger
-    welcome   to the sender      magic "KVSW", lowest version, highest version, verdict, length of the reason,
-                                 then the reason (UTF-8)
+    offer     to the receiver    magic "KVSO", bytes of the pool; with it, two descriptors: the pool and the ledger
+    welcome   to the sender      magic "KVSW", 1 if turned away, length of the reason, then the reason (UTF-8)
     frame     to the receiver    magic "KVSF", ticket, ship, ledger slot, spans, blocks,
-                                 then the span table (source, target, nbytes), the block table (block, generation)
+                                 then the span table (source, target, nbytes), the block table (block, generation);
+                                 with magic "KVSS" then the checksum of all that and of the bytes in the pool
     answer    to the sender      magic "KVSA", verdict, length of the reason, ship, then the reason (UTF-8)
 
 Each frame has one answer, in any order.
 
-History: 1 -- first version.
+History: 1 -- first version. 2 -- the hello of all transports, before any descriptor; checksums; the spans may be one
+and the same band of each block, in place of whole blocks.
 """
 
 from __future__ import annotations
@@ -20,54 +20,63 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
+from kv_transfer.checksum import SUM_BYTES
 from kv_transfer.shm.ledger import SLOTS
 from kv_transfer.span import Span
-from protocol.errors import IntegrityMismatch, MalformedFrame, VersionMismatch
+from protocol.errors import IntegrityMismatch, MalformedFrame
 
-LOWEST_VERSION = 1
-HIGHEST_VERSION = 1
+LOWEST_VERSION = 2
+HIGHEST_VERSION = 2
 MAX_SPANS = 1 << 20
 MAX_BLOCKS = 1 << 20
 MAX_REASON = 255
 MAX_POOL = 1 << 48
 
-HELLO = struct.Struct("=4sBBHQ")
-WELCOME = struct.Struct("=4sBBBB")
+OFFER = struct.Struct("=4sQ")
+WELCOME = struct.Struct("=4sBB")
 FRAME = struct.Struct("=4s16sQIII")
 ANSWER = struct.Struct("=4sBBQ")
 SPAN = struct.Struct("=QQQ")
 BLOCK = struct.Struct("=IQ")
 
-HELLO_MAGIC = b"KVSH"
+OFFER_MAGIC = b"KVSO"
 WELCOME_MAGIC = b"KVSW"
 FRAME_MAGIC = b"KVSF"
+SUMMED_MAGIC = b"KVSS"
 ANSWER_MAGIC = b"KVSA"
 
 
-def pack_hello(pool_bytes: int) -> bytes:
-    """This release's hello."""
-    return HELLO.pack(HELLO_MAGIC, LOWEST_VERSION, HIGHEST_VERSION, 0, pool_bytes)
+class Verdict(IntEnum):
+    """What a receiver answers to a frame."""
+
+    LANDED = 0
+    REFUSED = 1
+    DAMAGED = 2
 
 
-def parse_hello(data: bytes | bytearray) -> int:
+def pack_offer(pool_bytes: int) -> bytes:
+    """What comes with the descriptors."""
+    return OFFER.pack(OFFER_MAGIC, pool_bytes)
+
+
+def parse_offer(data: bytes | bytearray) -> int:
     """Bytes of the peer's pool.
 
     Raises:
-        MalformedFrame: it is no hello.
-        VersionMismatch: there is no common version; names both ranges.
+        MalformedFrame: it is no offer.
     """
-    magic, lowest, highest, zero, nbytes = HELLO.unpack(data)
-    if magic != HELLO_MAGIC or zero or not 0 < nbytes < MAX_POOL:
-        raise MalformedFrame(f"not a hello of the shm transport: {bytes(data)!r}")
-    _check_versions(lowest, highest)
+    magic, nbytes = OFFER.unpack(data)
+    if magic != OFFER_MAGIC or not 0 < nbytes < MAX_POOL:
+        raise MalformedFrame(f"not an offer of the shm transport: {bytes(data)!r}")
     return int(nbytes)
 
 
 def pack_welcome(reason: str | None) -> bytes:
-    """The answer to a hello: welcome, or turned away for ``reason``."""
+    """The answer to an offer: welcome, or turned away for ``reason``."""
     text = (reason or "").encode()[:MAX_REASON]
-    return WELCOME.pack(WELCOME_MAGIC, LOWEST_VERSION, HIGHEST_VERSION, reason is not None, len(text)) + text
+    return WELCOME.pack(WELCOME_MAGIC, reason is not None, len(text)) + text
 
 
 def parse_welcome(data: bytes | bytearray) -> tuple[bool, int]:
@@ -75,19 +84,11 @@ def parse_welcome(data: bytes | bytearray) -> tuple[bool, int]:
 
     Raises:
         MalformedFrame: it is no welcome.
-        VersionMismatch: there is no common version; names both ranges.
     """
-    magic, lowest, highest, refused, length = WELCOME.unpack(data)
+    magic, refused, length = WELCOME.unpack(data)
     if magic != WELCOME_MAGIC or refused > 1:
         raise MalformedFrame(f"not a welcome of the shm transport: {bytes(data)!r}")
-    _check_versions(lowest, highest)
     return bool(refused), length
-
-
-def _check_versions(lowest: int, highest: int) -> None:
-    if min(highest, HIGHEST_VERSION) < max(lowest, LOWEST_VERSION) or lowest > highest:
-        ranges = f"peer speaks {lowest} to {highest}, this process {LOWEST_VERSION} to {HIGHEST_VERSION}"
-        raise VersionMismatch(f"no common version of the shm transport: {ranges}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,7 @@ class FrameHead:
         ship: its number.
         slot: of its ledger entry.
         spans, blocks: entries of the two tables.
+        summed: whether a checksum follows them.
     """
 
     ticket: bytes
@@ -106,17 +108,29 @@ class FrameHead:
     slot: int
     spans: int
     blocks: int
+    summed: bool = False
 
     @property
     def table_bytes(self) -> int:
         """Length of the two tables."""
         return self.spans * SPAN.size + self.blocks * BLOCK.size
 
+    @property
+    def tail_bytes(self) -> int:
+        """Length of what follows the two tables."""
+        return SUM_BYTES if self.summed else 0
+
 
 def pack_frame(
-    ticket: bytes, ship: int, slot: int, spans: Sequence[Span], generations: Sequence[tuple[int, int]]
+    ticket: bytes,
+    ship: int,
+    slot: int,
+    spans: Sequence[Span],
+    generations: Sequence[tuple[int, int]],
+    *,
+    summed: bool = False,
 ) -> bytes:
-    """One ship.
+    """One ship; where it is ``summed`` the checksum follows.
 
     Raises:
         IntegrityMismatch: it is too much for one frame.
@@ -124,7 +138,8 @@ def pack_frame(
     if len(spans) > MAX_SPANS or len(generations) > MAX_BLOCKS:
         counts = f"{len(spans)} spans and {len(generations)} blocks"
         raise IntegrityMismatch(f"{counts} are too much for one ship", field="spans")
-    head = FRAME.pack(FRAME_MAGIC, ticket, ship, slot, len(spans), len(generations))
+    magic = SUMMED_MAGIC if summed else FRAME_MAGIC
+    head = FRAME.pack(magic, ticket, ship, slot, len(spans), len(generations))
     table = b"".join([SPAN.pack(span.source, span.target, span.nbytes) for span in spans])
     return head + table + b"".join([BLOCK.pack(*named) for named in generations])
 
@@ -136,7 +151,7 @@ def parse_head(data: bytes | bytearray) -> FrameHead:
         MalformedFrame: it is none, or breaks a bound; names the field and the value.
     """
     magic, ticket, ship, slot, spans, blocks = FRAME.unpack(data)
-    if magic != FRAME_MAGIC:
+    if magic not in (FRAME_MAGIC, SUMMED_MAGIC):
         raise MalformedFrame(f"not a frame of the shm transport: it begins with {magic!r}")
     checks = (
         ("ship", ship, ship > 0),
@@ -147,7 +162,7 @@ def parse_head(data: bytes | bytearray) -> FrameHead:
     for name, value, valid in checks:
         if not valid:
             raise MalformedFrame(f"{name} is out of bounds: {value}", field=name)
-    return FrameHead(ticket, ship, slot, spans, blocks)
+    return FrameHead(ticket, ship, slot, spans, blocks, magic == SUMMED_MAGIC)
 
 
 def parse_tables(
@@ -168,19 +183,19 @@ def parse_tables(
     return spans, generations
 
 
-def pack_answer(ship: int, reason: str | None) -> bytes:
-    """The answer to a frame: landed, or refused for ``reason``."""
-    text = (reason or "").encode()[:MAX_REASON]
-    return ANSWER.pack(ANSWER_MAGIC, reason is not None, len(text), ship) + text
+def pack_answer(ship: int, verdict: Verdict, reason: str = "") -> bytes:
+    """The answer to a frame; ``reason`` for what has not landed."""
+    text = reason.encode()[:MAX_REASON]
+    return ANSWER.pack(ANSWER_MAGIC, verdict, len(text), ship) + text
 
 
-def parse_answer(data: bytes | bytearray) -> tuple[int, bool, int]:
-    """``(ship, refused, bytes of reason that follow)``.
+def parse_answer(data: bytes | bytearray) -> tuple[int, Verdict, int]:
+    """``(ship, verdict, bytes of reason that follow)``.
 
     Raises:
         MalformedFrame: it is no answer.
     """
-    magic, refused, length, ship = ANSWER.unpack(data)
-    if magic != ANSWER_MAGIC or refused > 1:
+    magic, verdict, length, ship = ANSWER.unpack(data)
+    if magic != ANSWER_MAGIC or verdict > max(Verdict):
         raise MalformedFrame(f"not an answer of the shm transport: {bytes(data)!r}")
-    return ship, bool(refused), length
+    return ship, Verdict(verdict), length

@@ -1,8 +1,8 @@
 """KV over TCP: vectored socket I/O straight from and into the pools, several streams, a few I/O threads per end.
 
-``wire`` holds the bytes; ``handshake``, ``serving`` and ``delivery`` the two sides' conversations as generators that do
-no I/O; ``steps``, ``link``, ``io_thread`` and ``loop_links`` run them; ``receiver``, ``sender`` and between them
-``destination``, ``lane`` and ``channel`` face the event loop.
+``wire`` holds the bytes; ``handshake`` the hello, ``serving`` and ``delivery`` the two sides' conversations, as
+generators that do no I/O; ``steps``, ``link``, ``io_thread`` and ``loop_links`` run them; ``receiver``, ``sender`` and
+between them ``destination``, ``lane`` and ``channel`` face the event loop.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kv_transfer.checksum import Checksum
 from kv_transfer.gate import Gate
 from kv_transfer.span import Span
 from kv_transfer.tcp import wire
@@ -29,7 +30,7 @@ def deliver(
         payload: its bytes, in the order of the part's targets.
         gate: of the ship; shutting it stops the reading of the payload.
         timeout: seconds without progress.
-        checksum: send a CRC after the payload.
+        checksum: send one after the payload.
 
     Returns:
         None, or a TicketRejected or IntegrityMismatch that leaves the connection in step.
@@ -40,10 +41,10 @@ def deliver(
         MalformedFrame: the answer is none.
     """
     frame = memoryview(wire.pack_frame(ticket, part, summed=checksum))
-    body = Cursor([frame, *payload], 0 if checksum else None)
+    body = Cursor([frame, *payload], Checksum() if checksum else None)
     sent = yield Write(body, gate=gate, timeout=timeout, heed=True)
-    if sent and body.crc is not None:
-        tail = Cursor([memoryview(wire.CRC.pack(body.crc))])
+    if sent and body.checksum is not None:
+        tail = Cursor([memoryview(body.checksum.digest())])
         sent = yield Write(tail, timeout=timeout, heed=True)
     if not gate.is_open:
         raise ChannelLost("the ship was stopped")
@@ -67,11 +68,11 @@ def deliver(
 def split(
     ship: int, spans: Sequence[Span], generations: Sequence[tuple[int, int]], block_bytes: int, streams: int
 ) -> list[tuple[Part, list[tuple[int, int]]]]:
-    """Cut a ship into parts of whole blocks, one per stream where it is large enough.
+    """Cut a ship into parts that share no block, one per stream where it is large enough.
 
     Args:
         ship: its number.
-        spans: whole blocks of ``block_bytes``.
+        spans: whole blocks of ``block_bytes``, or the same band of each block.
         generations: ``(block, generation)`` of the blocks the spans write.
         block_bytes: bytes of one block.
         streams: parts that may travel at the same time.
@@ -82,19 +83,20 @@ def split(
     Raises:
         IntegrityMismatch: a span writes a block that is not named, or a block or the ship is too large.
     """
-    blocks = sum([span.nbytes for span in spans]) // block_bytes
-    parts = min(streams, blocks, max(1, blocks * block_bytes // STREAM_BYTES))
-    longest = min(-(-blocks // parts), max(1, FRAME_BYTES // block_bytes), wire.MAX_BLOCKS)
+    nbytes, blocks = sum([span.nbytes for span in spans]), len(generations)
+    share = nbytes // blocks
+    parts = min(streams, blocks, max(1, nbytes // STREAM_BYTES))
+    longest = min(-(-blocks // parts), max(1, FRAME_BYTES // share), wire.MAX_BLOCKS)
     count = -(-blocks // longest)
-    if count > wire.MAX_PARTS or block_bytes > wire.MAX_PAYLOAD:
+    if count > wire.MAX_PARTS or share > wire.MAX_PAYLOAD:
         raise IntegrityMismatch(f"{blocks} blocks of {block_bytes} bytes are too much for one ship", field="spans")
-    pieces = [spans] if count == 1 else _pieces(spans, longest * block_bytes)
+    pieces = [spans] if count == 1 else _pieces(spans, longest * share)
     generation_of = dict(generations)
     made: list[tuple[Part, list[tuple[int, int]]]] = []
     for index, piece in enumerate(pieces):
         written: list[int] = []
         for span in piece:
-            written.extend(range(span.target // block_bytes, (span.target + span.nbytes) // block_bytes))
+            written.extend(range(span.target // block_bytes, -(-(span.target + span.nbytes) // block_bytes)))
         try:
             named = list(zip(written, map(generation_of.__getitem__, written), strict=True))
         except KeyError as unnamed:

@@ -52,14 +52,12 @@ class Destination:
 
         self.address = address
         self._on_empty = on_empty
-        # A checksum is reckoned by the thread that sends.
-        self._express_bytes = EXPRESS_BYTES // 4 if config.checksum else EXPRESS_BYTES
         self._express = lane(partial(LoopChannel, links))
         self._freight = lane(on_thread)
 
     def submit(self, parcel: Parcel) -> None:
         """Send a parcel as soon as a channel is free."""
-        small = parcel.part.count == 1 and parcel.nbytes <= self._express_bytes
+        small = parcel.part.count == 1 and parcel.nbytes <= EXPRESS_BYTES
         (self._express if small else self._freight).submit(parcel)
 
     def withdraw(self, parcel: Parcel) -> None:

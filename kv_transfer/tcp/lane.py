@@ -121,13 +121,13 @@ class Lane:
         channel = self._make_channel(self._gone)
         self._channels.add(channel)
         self._opening += 1
-        channel.open(connection, greet(self._config), partial(self._opened, channel))
+        channel.open(connection, greet(self._config), partial(self._opened, channel, self._loop.time()))
 
     def _pump_soon(self) -> None:
         # Not at once: a channel of the loop tells what it has done from within its own turn.
         self._loop.call_soon(self._pump)
 
-    def _opened(self, channel: Channel, error: KVFerryError | None, alive: bool) -> None:
+    def _opened(self, channel: Channel, began: float, error: KVFerryError | None, alive: bool) -> None:
         self._opening -= 1
         self._pump_soon()
         if alive:
@@ -138,8 +138,13 @@ class Lane:
         self._width = len(self._channels)
         if not self._channels:
             self._width = self._config.streams
+            error = _at(self._address, error or ChannelLost("the connection was closed"))
+            if self._loop.time() - began >= self._config.timeout:
+                # It does not move, and would let what waits run into the time limit once more on the other lane.
+                self._fail_waiting(error)
+                return
             waiting, self._queue = list(self._queue), deque()
-            self._on_shut_out(self, waiting, _at(self._address, error or ChannelLost("the connection was closed")))
+            self._on_shut_out(self, waiting, error)
 
     def _delivered(self, channel: Channel, parcel: Parcel, error: KVFerryError | None, alive: bool) -> None:
         channel.parcel = None

@@ -161,7 +161,7 @@ class Link:
             on_done(error, not self.closed)
 
     def _refresh(self, step: Step) -> None:
-        self.deadline = None if step.timeout is None else time.monotonic() + step.timeout
+        self.deadline = None if step.timeout is None else min(time.monotonic() + step.timeout, step.until)
 
     def _watch(self) -> None:
         interest = selectors.EVENT_READ if self._step is None else self._step.interest

@@ -11,6 +11,7 @@ import itertools
 import time
 from collections.abc import Sequence
 
+from kv_transfer.band import Band
 from kv_transfer.memory import as_bytes
 from kv_transfer.ships import Ship, ShipBook, check_ship
 from kv_transfer.span import Span
@@ -42,13 +43,19 @@ class TcpSender(Sender):
         self._turns = itertools.cycle(self._threads)
 
     async def ship(
-        self, address: str, ticket: bytes, spans: Sequence[Span], generations: Sequence[tuple[int, int]]
+        self,
+        address: str,
+        ticket: bytes,
+        spans: Sequence[Span],
+        generations: Sequence[tuple[int, int]],
+        *,
+        band: Band | None = None,
     ) -> ShipReport:
         """See :meth:`Sender.ship`."""
         started = time.monotonic()
         ship = self._book.start(ticket)
         try:
-            block_bytes = check_ship(spans, generations, self._memory.nbytes)
+            block_bytes = check_ship(spans, generations, self._memory.nbytes, band)
             if spans:
                 await self._deliver(ship, address, spans, generations, block_bytes)
         finally:

@@ -7,9 +7,9 @@ sends is read into nowhere, so that the connection stays in step.
 from __future__ import annotations
 
 import time
-import zlib
 from collections.abc import Generator
 
+from kv_transfer.checksum import SUM_BYTES, Checksum
 from kv_transfer.tcp import wire
 from kv_transfer.tcp.handshake import admit
 from kv_transfer.tcp.steps import Conversation, Cursor, Fill, Inbox, Read, Skip, Step, Write
@@ -28,46 +28,53 @@ def serve(book: WindowBook, memory: memoryview, config: TransportConfig) -> Conv
     Args:
         book: the receiver's windows.
         memory: what is written.
-        config: timeout is what a new connection has for each step of its hello, secret what it must know.
+        config: timeout is what a new connection has for its hello, secret what it must know.
 
     Raises:
         ChannelLost: it ended.
         ProtocolError: the peer sent something else than the protocol.
     """
     inbox = Inbox(INBOX_BYTES)
-    yield from admit(inbox, config)
-    while True:
-        yield from _frame(inbox, book, memory, config)
+    peer = yield from admit(inbox, config)
+    try:
+        while True:
+            yield from _frame(inbox, peer, book, memory, config)
+    finally:
+        book.lost(inbox)
 
 
 def _write(data: bytes, timeout: float) -> Write:
     return Write(Cursor([memoryview(data)]), timeout=timeout)
 
 
-def _frame(inbox: Inbox, book: WindowBook, memory: memoryview, config: TransportConfig) -> Generator[Step, bool, None]:
+def _frame(
+    inbox: Inbox, peer: str, book: WindowBook, memory: memoryview, config: TransportConfig
+) -> Generator[Step, bool, None]:
     if inbox.held < wire.FRAME.size:
         yield Fill(inbox, wire.FRAME.size)
     raw = inbox.take(wire.FRAME.size)
     head = wire.parse_head(raw)
-    crc = zlib.crc32(raw) if head.summed else 0
+    checksum = Checksum(raw) if head.summed else None
     unread = head.table_bytes + head.payload + head.tail_bytes
     try:
-        window = book.find(head.ticket)
+        window = book.claim(head.ticket, peer, head.spans, head.blocks)
         if config.checksum and not head.summed:
             raise TicketRejected("the receiver takes nothing without a checksum")
         table = bytearray(head.table_bytes)
         yield from _table(inbox, table)
         unread -= head.table_bytes
         part = wire.parse_tables(head, table)
-        window.admit(part, time.monotonic())
+        if checksum is not None:
+            checksum.update(table)
+        window.admit(part, time.monotonic(), inbox)
         views = [memory[offset : offset + nbytes] for offset, nbytes in part.targets]
-        cursor = Cursor(views, zlib.crc32(table, crc) if head.summed else None)
+        cursor = Cursor(views, checksum)
         try:
             yield from _payload(inbox, window, cursor)
             unread = cursor.left + head.tail_bytes
-            if head.summed and not cursor.left:
+            if checksum is not None and not cursor.left:
                 unread = 0
-                yield from _check(inbox, head, cursor.crc)
+                yield from _check(inbox, head, checksum.digest())
         except (ChannelLost, IntegrityMismatch) as error:
             window.abandon(part, error)
             raise
@@ -100,9 +107,8 @@ def _payload(inbox: Inbox, window: OpenWindow, cursor: Cursor) -> Generator[Step
         yield Read(cursor, gate=window.gate)
 
 
-def _check(inbox: Inbox, head: FrameHead, crc: int | None) -> Generator[Step, bool, None]:
-    if inbox.held < wire.CRC.size:
-        yield Fill(inbox, wire.CRC.size)
-    (sent,) = wire.CRC.unpack(inbox.take(wire.CRC.size))
-    if sent != crc:
+def _check(inbox: Inbox, head: FrameHead, reckoned: bytes) -> Generator[Step, bool, None]:
+    if inbox.held < SUM_BYTES:
+        yield Fill(inbox, SUM_BYTES)
+    if inbox.take(SUM_BYTES) != reckoned:
         raise IntegrityMismatch(f"part {head.part} of ship {head.ship:x} has not the checksum that it was sent with")

@@ -6,13 +6,14 @@ knowledge of the protocol and does no I/O itself; a step makes one system call a
 
 from __future__ import annotations
 
+import math
 import selectors
 import socket
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from enum import Enum, auto
 
+from kv_transfer.checksum import Checksum
 from kv_transfer.gate import Gate
 from protocol.errors import ChannelLost, KVFerryError
 
@@ -37,18 +38,18 @@ class Cursor:
 
     Args:
         views: the buffers.
-        crc: CRC-32 of what came before them; None keeps none.
+        checksum: takes in what is through; None reads nothing.
 
     Attributes:
         left: bytes still to go.
-        crc: with that of the bytes that are through.
+        checksum: as given.
     """
 
-    __slots__ = ("_index", "_offset", "_views", "crc", "left")
+    __slots__ = ("_index", "_offset", "_views", "checksum", "left")
 
-    def __init__(self, views: Sequence[memoryview], crc: int | None = None) -> None:
+    def __init__(self, views: Sequence[memoryview], checksum: Checksum | None = None) -> None:
         self._views = views
-        self.crc = crc
+        self.checksum = checksum
         self._index = 0
         self._offset = 0
         self.left = sum(view.nbytes for view in views)
@@ -71,9 +72,9 @@ class Cursor:
         return found
 
     def advance(self, count: int) -> None:
-        """``count`` bytes of the last batch are through; reads them where a CRC is kept."""
-        if self.crc is not None:
-            self.crc = self._summed(count, self.crc)
+        """``count`` bytes of the last batch are through; reads them where there is a checksum."""
+        if self.checksum is not None:
+            self._take_in(count, self.checksum)
         self.left -= count
         count += self._offset
         while self._index < len(self._views) and count >= self._views[self._index].nbytes:
@@ -81,14 +82,13 @@ class Cursor:
             self._index += 1
         self._offset = count
 
-    def _summed(self, count: int, crc: int) -> int:
+    def _take_in(self, count: int, checksum: Checksum) -> None:
         index, offset = self._index, self._offset
         while count:
             piece = self._views[index][offset : offset + count]
-            crc = zlib.crc32(piece, crc)
+            checksum.update(piece)
             count -= piece.nbytes
             index, offset = index + 1, 0
-        return crc
 
     def put(self, data: memoryview) -> None:
         """Write ``data``, at most ``left`` bytes, into the buffers."""
@@ -105,10 +105,12 @@ class Step(ABC):
     Attributes:
         interest: selector events to wait for.
         timeout: seconds without progress before the conversation gets ChannelLost; None waits for ever.
+        until: when it gets that whatever the progress, where there is a timeout.
     """
 
     interest: int = selectors.EVENT_READ
     timeout: float | None = None
+    until: float = math.inf
 
     @abstractmethod
     def perform(self, connection: socket.socket, ready: int) -> Outcome:

@@ -1,21 +1,18 @@
-"""Bytes of the TCP transport, big-endian, every length bounded.
+"""Bytes of the TCP transport after its hello, big-endian, every length bounded.
 
 ::
 
-    hello     both ways, once    magic "KVFT", lowest version, highest version, 1 if the cluster has a secret, else 0;
-                                 if it has one the next three follow:
-    challenge to the sender      magic "KVFC", nonce
-    proof     to the receiver    magic "KVFP", nonce, HMAC
-    welcome   to the sender      magic "KVFW", 1 if the proof was accepted, HMAC; else 0 and zeros
     frame     to the receiver    magic "KVFR", ticket, ship, part, parts, spans, blocks, payload bytes,
                                  then the span table (target, nbytes), the block table (block, generation), the payload;
-                                 with magic "KVFS" then the CRC-32 of the frame from its magic to the payload's end
+                                 with magic "KVFS" then the checksum of the frame from its magic to the payload's end
     answer    to the sender      magic "KVFA", ship, part, verdict, length of the reason, then the reason (UTF-8)
 
 Each frame has one answer. A refusal may come before the payload has gone out; the sender then drops the connection
 or, if it has sent all, goes on with it.
 
-History: 1 -- first version. 2 -- frames with a CRC, and the verdict on it; challenge, proof and welcome.
+History: 1 -- first version. 2 -- frames with a CRC, and the verdict on it; challenge, proof and welcome. 3 -- the hello
+of all transports; xxh3 in place of the CRC; the spans may be one and the same band of each block, in place of whole
+blocks.
 """
 
 from __future__ import annotations
@@ -25,34 +22,24 @@ from enum import IntEnum
 from itertools import starmap
 from typing import NamedTuple
 
+from kv_transfer.checksum import SUM_BYTES
 from kv_transfer.windows import Part, Target
-from protocol.errors import MalformedFrame, VersionMismatch
+from protocol.errors import MalformedFrame
 
-LOWEST_VERSION = 2
-HIGHEST_VERSION = 2
+LOWEST_VERSION = 3
+HIGHEST_VERSION = 3
 MAX_SPANS = 1 << 16
 MAX_BLOCKS = 1 << 16
 MAX_PARTS = 1 << 12
 MAX_PAYLOAD = 1 << 32
 """Bounds on one frame; a longer ship goes as several."""
 MAX_REASON = 255
-NONCE_BYTES = 32
-PROOF_BYTES = 32
 
-HELLO = struct.Struct("!4sBBH")
-CHALLENGE = struct.Struct("!4s32s")
-PROOF = struct.Struct("!4s32s32s")
-WELCOME = struct.Struct("!4sB32s")
 FRAME = struct.Struct("!4s16sQHHIIQ")
 ANSWER = struct.Struct("!4sQHBB")
 SPAN = struct.Struct("!QQ")
 BLOCK = struct.Struct("!IQ")
-CRC = struct.Struct("!I")
 
-HELLO_MAGIC = b"KVFT"
-CHALLENGE_MAGIC = b"KVFC"
-PROOF_MAGIC = b"KVFP"
-WELCOME_MAGIC = b"KVFW"
 FRAME_MAGIC = b"KVFR"
 SUMMED_MAGIC = b"KVFS"
 ANSWER_MAGIC = b"KVFA"
@@ -66,74 +53,6 @@ class Verdict(IntEnum):
     DAMAGED = 2
 
 
-def pack_hello(*, guarded: bool = False) -> bytes:
-    """This release's hello; ``guarded`` where the cluster has a secret."""
-    return HELLO.pack(HELLO_MAGIC, LOWEST_VERSION, HIGHEST_VERSION, guarded)
-
-
-def check_hello(data: bytes | bytearray) -> int:
-    """The version to speak: the highest that both ends know.
-
-    Raises:
-        MalformedFrame: it is no hello.
-        VersionMismatch: there is no common version; names both ranges.
-    """
-    magic, lowest, highest, guarded = HELLO.unpack(data)
-    if magic != HELLO_MAGIC or guarded > 1 or lowest > highest:
-        raise MalformedFrame(f"not a hello of the KV transport: {bytes(data)!r}")
-    version = min(highest, HIGHEST_VERSION)
-    if version < max(lowest, LOWEST_VERSION):
-        ranges = f"peer speaks {lowest} to {highest}, this process {LOWEST_VERSION} to {HIGHEST_VERSION}"
-        raise VersionMismatch(f"no common version of the KV transport: {ranges}")
-    return int(version)
-
-
-def is_guarded(hello: bytes | bytearray) -> bool:
-    """Whether the sender of a checked hello has a secret."""
-    return bool(HELLO.unpack(hello)[3])
-
-
-def parse_challenge(data: bytes | bytearray) -> bytes:
-    """The nonce of a challenge.
-
-    Raises:
-        MalformedFrame: it is none.
-    """
-    magic, nonce = CHALLENGE.unpack(data)
-    if magic != CHALLENGE_MAGIC:
-        raise MalformedFrame(f"not a challenge of the KV transport: it begins with {magic!r}")
-    return bytes(nonce)
-
-
-def parse_proof(data: bytes | bytearray | memoryview) -> tuple[bytes, bytes]:
-    """Nonce and HMAC of a proof.
-
-    Raises:
-        MalformedFrame: it is none.
-    """
-    magic, nonce, proof = PROOF.unpack(data)
-    if magic != PROOF_MAGIC:
-        raise MalformedFrame(f"not a proof of the KV transport: it begins with {magic!r}")
-    return nonce, proof
-
-
-def pack_welcome(proof: bytes | None) -> bytes:
-    """The answer to a proof: our own, or None where it was not accepted."""
-    return WELCOME.pack(WELCOME_MAGIC, proof is not None, proof or bytes(PROOF_BYTES))
-
-
-def parse_welcome(data: bytes | bytearray) -> bytes | None:
-    """The receiver's HMAC; None where it has not accepted ours.
-
-    Raises:
-        MalformedFrame: it is no answer to a proof.
-    """
-    magic, accepted, proof = WELCOME.unpack(data)
-    if magic != WELCOME_MAGIC or accepted > 1:
-        raise MalformedFrame(f"not a welcome of the KV transport: it begins with {magic!r}")
-    return bytes(proof) if accepted else None
-
-
 class FrameHead(NamedTuple):
     """The fixed part of a frame.
 
@@ -142,7 +61,7 @@ class FrameHead(NamedTuple):
         ship, part, parts: which part of which ship.
         spans, blocks: entries of the two tables.
         payload: bytes after the tables.
-        summed: whether a CRC follows the payload.
+        summed: whether a checksum follows the payload.
     """
 
     ticket: bytes
@@ -157,7 +76,7 @@ class FrameHead(NamedTuple):
     @property
     def tail_bytes(self) -> int:
         """Length of what follows the payload."""
-        return CRC.size if self.summed else 0
+        return SUM_BYTES if self.summed else 0
 
     @property
     def table_bytes(self) -> int:
@@ -166,7 +85,7 @@ class FrameHead(NamedTuple):
 
 
 def pack_frame(ticket: bytes, part: Part, *, summed: bool = False) -> bytes:
-    """Head and tables of a frame; the payload follows as it lies in memory, then, if it is ``summed``, the CRC."""
+    """Head and tables of a frame; the payload follows as it lies in memory, then, if it is ``summed``, the checksum."""
     payload = sum([nbytes for _, nbytes in part.targets])
     magic = SUMMED_MAGIC if summed else FRAME_MAGIC
     head = FRAME.pack(

@@ -47,17 +47,21 @@ class Stop:
 class Channel:
     """See the module.
 
+    Args:
+        context: of the memory.
+        first_tag: both ends must begin with the same one.
+
     Raises:
         ChannelLost: UCX has no room for one more.
     """
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, first_tag: int = 0) -> None:
         self._library = context.library
         self._calls = context.library.calls
         self._context = context
         self._loop = asyncio.get_running_loop()
         handle, event_fd = ctypes.c_void_p(), ctypes.c_int()
-        status = self._calls.kvf_channel_new(context.handle, ctypes.byref(handle), ctypes.byref(event_fd))
+        status = self._calls.kvf_channel_new(context.handle, first_tag, ctypes.byref(handle), ctypes.byref(event_fd))
         self._library.check(status, "opening a worker")
         self._handle: ctypes.c_void_p | None = handle
         self._event_fd = event_fd.value

@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 from kv_transfer.tcp.address import Endpoint
 from kv_transfer.tcp.tuning import tune
 from kv_transfer.transport import TransportConfig
-from kv_transfer.ucx import wire
+from kv_transfer.ucx import handshake, wire
 from kv_transfer.ucx.channel import Channel, Stop
 from kv_transfer.ucx.library import Context
 from kv_transfer.ucx.loop_thread import settled, streams
 from kv_transfer.ucx.wire import Verdict
 from kv_transfer.windows import Part
-from protocol.errors import ChannelLost, KVFerryError, TicketRejected, TransferError
+from protocol.errors import ChannelLost, IntegrityMismatch, KVFerryError, TicketRejected, TransferError
 
 T = TypeVar("T")
 
@@ -30,16 +30,16 @@ class Parcel:
     """One part of a ship on its way.
 
     Attributes:
-        ticket: of the window.
-        part: as announced.
+        frame: the announcement.
+        part: what it announces.
         sources: ``(address, bytes)`` of what is sent.
         stopped: set to the error with which its ship was stopped.
     """
 
-    __slots__ = ("part", "sources", "stopped", "ticket")
+    __slots__ = ("frame", "part", "sources", "stopped")
 
-    def __init__(self, ticket: bytes, part: Part, sources: Sequence[tuple[int, int]]) -> None:
-        self.ticket = ticket
+    def __init__(self, frame: bytes, part: Part, sources: Sequence[tuple[int, int]]) -> None:
+        self.frame = frame
         self.part = part
         self.sources = sources
         self.stopped: asyncio.Future[TransferError] = asyncio.get_running_loop().create_future()
@@ -63,32 +63,35 @@ class Line:
 
     @classmethod
     async def open(cls, endpoint: Endpoint, context: Context, config: TransportConfig) -> Line:
-        """Connect and exchange hellos.
+        """Connect, say hello, and exchange UCX addresses.
 
         Args:
             endpoint: of the receiver.
             context: of the pool.
-            config: for the time limit.
+            config: for the time limit, the secret and our name.
 
         Raises:
             ChannelLost: nobody there, or no answer in time.
             VersionMismatch: the peer speaks another version, or has another release of UCX.
+            AuthenticationFailed: one end has no secret, or not the same one.
         """
-        channel = Channel(context)
+        channel: Channel | None = None
         writer: asyncio.StreamWriter | None = None
         try:
             async with asyncio.timeout(config.timeout):
                 reader, writer = await streams(await _connected(endpoint, config))
-                ours = wire.Hello(wire.ucx_release(context.library.version), channel.address())
-                writer.write(wire.pack_hello(ours))
-                theirs = await wire.read_hello(reader)
+                channel = handshake.opened(context, await handshake.greet(reader, writer, config))
+                ours = handshake.own_worker(channel, context.library.version)
+                writer.write(wire.pack_worker(ours))
+                theirs = await wire.read_worker(reader)
                 wire.check_release(ours, theirs)
-                channel.connect(theirs.worker)
+                channel.connect(theirs.address)
             return cls(channel, reader, writer, config.timeout)
         except BaseException as error:
             if writer is not None:
                 writer.transport.abort()
-            await settled({channel.close()})
+            if channel is not None:
+                await settled({channel.close()})
             if isinstance(error, TimeoutError):
                 raise ChannelLost(f"no progress for {config.timeout} seconds") from error
             if isinstance(error, OSError | asyncio.IncompleteReadError):
@@ -104,11 +107,11 @@ class Line:
         """Have the peer take a part; when this returns or raises, the pool is read no more for it.
 
         Raises:
-            TicketRejected, ChannelLost: see :meth:`~kv_transfer.transport.Sender.ship`.
+            TicketRejected, IntegrityMismatch, ChannelLost: see :meth:`~kv_transfer.transport.Sender.ship`.
         """
         sent: asyncio.Future[int] | None = None
         try:
-            self._writer.write(wire.pack_part(parcel.ticket, parcel.part))
+            self._writer.write(parcel.frame)
             verdict, reason = await self._verdict(parcel)
             while verdict in (Verdict.GO, Verdict.PROGRESS):
                 if sent is None and verdict is Verdict.GO:
@@ -116,6 +119,8 @@ class Line:
                 verdict, reason = await self._verdict(parcel)
             if verdict is Verdict.REFUSED:
                 raise TicketRejected(reason)
+            if verdict is Verdict.DAMAGED:
+                raise IntegrityMismatch(f"the receiver refused: {reason}")
             if verdict is not Verdict.LANDED or sent is None:
                 raise ChannelLost(f"the receiver lost the connection: {reason}")
             await self._heard(parcel, sent)

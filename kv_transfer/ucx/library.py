@@ -28,7 +28,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "kvf_describe": (ctypes.c_int, (_POINTER, _POINTER, ctypes.c_char_p, ctypes.c_size_t)),
     "kvf_map": (ctypes.c_int, (_POINTER, _POINTER, ctypes.c_size_t, ctypes.c_int, _OUT)),
     "kvf_unmap": (None, (_POINTER, _POINTER)),
-    "kvf_channel_new": (ctypes.c_int, (_POINTER, _OUT, ctypes.POINTER(ctypes.c_int))),
+    "kvf_channel_new": (ctypes.c_int, (_POINTER, ctypes.c_uint64, _OUT, ctypes.POINTER(ctypes.c_int))),
     "kvf_channel_address": (ctypes.c_int, (_POINTER, ctypes.c_char_p, _ROOM)),
     "kvf_connect": (ctypes.c_int, (_POINTER, ctypes.c_char_p)),
     "kvf_broken": (ctypes.c_int, (_POINTER,)),

@@ -22,7 +22,7 @@ from kv_transfer.ucx.library import Context
 from kv_transfer.ucx.loop_thread import LoopThread, settled
 from kv_transfer.ucx.serving import Berth, Moves, Serving
 from kv_transfer.windows import WindowBook
-from protocol.errors import ChannelLost, ConfigError, TicketRejected
+from protocol.errors import ChannelLost, ConfigError
 
 BACKLOG = 512
 ACCEPT_PAUSE = 0.25
@@ -37,7 +37,8 @@ class UcxReceiver(Receiver):
     Args:
         bind: ``ucx://host:port``, a host that senders can reach; port 0 takes a free one.
         memory: writable.
-        config: timeout is what a new connection has for its hello; max_connections bounds the channels.
+        config: timeout is what a new connection has for its hello, secret what it must know; max_connections bounds the
+            channels.
 
     Raises:
         ConfigError: the address cannot be bound, the memory not written, or there is no UCX.
@@ -45,10 +46,8 @@ class UcxReceiver(Receiver):
 
     def __init__(self, bind: str, memory: memoryview, config: TransportConfig) -> None:
         self._config = config
-        self._memory: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = np.frombuffer(
-            as_bytes(memory, writable=True), np.uint8
-        )
-        base, nbytes = self._memory.ctypes.data, self._memory.nbytes
+        view = as_bytes(memory, writable=True)
+        base, nbytes = np.frombuffer(view, np.uint8).ctypes.data, view.nbytes
         self._book = WindowBook(nbytes)
         self._moves = Moves()
         self._closed = False
@@ -62,7 +61,7 @@ class UcxReceiver(Receiver):
         except ConfigError:
             self._listener.close()
             raise
-        self._berth = Berth(self._context, base, self._book, self._moves, config.timeout)
+        self._berth = Berth(self._context, view, base, self._book, self._moves, config)
         self._thread = LoopThread(f"kv-ucx-receive-{name[1]}")
         self._thread.submit(self._accept())
 
@@ -79,11 +78,7 @@ class UcxReceiver(Receiver):
 
     async def close_window(self, ticket: bytes) -> None:
         """See :meth:`Receiver.close_window`."""
-        try:
-            self._book.find(ticket).gate.shut_now()
-        except TicketRejected:
-            pass
-        else:
+        if self._book.shut_now(ticket):
             stopped = self._moves.stop(ticket)
             self._thread.post(partial(_kick, stopped))
         await self._book.close(ticket)
@@ -98,7 +93,8 @@ class UcxReceiver(Receiver):
         await self._thread.stop(self._end())
         self._listener.close()
         self._context.free()
-        self._memory = None
+        # Named here, for who served a channel may live on in some traceback.
+        self._berth.memory.release()
 
     async def _end(self) -> None:
         tasks = tuple(self._tasks)

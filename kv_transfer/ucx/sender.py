@@ -13,11 +13,14 @@ from functools import partial
 
 import numpy as np
 
+from kv_transfer.band import Band
+from kv_transfer.checksum import Checksum, pieces
 from kv_transfer.memory import as_bytes
 from kv_transfer.ships import Ship, ShipBook, check_ship
 from kv_transfer.span import Span
 from kv_transfer.tcp.delivery import split
 from kv_transfer.transport import Sender, ShipReport, TransportConfig
+from kv_transfer.ucx import wire
 from kv_transfer.ucx.address import resolve
 from kv_transfer.ucx.delivery import Line, Parcel
 from kv_transfer.ucx.destination import Destination
@@ -53,13 +56,19 @@ class UcxSender(Sender):
         self._thread = LoopThread("kv-ucx-send")
 
     async def ship(
-        self, address: str, ticket: bytes, spans: Sequence[Span], generations: Sequence[tuple[int, int]]
+        self,
+        address: str,
+        ticket: bytes,
+        spans: Sequence[Span],
+        generations: Sequence[tuple[int, int]],
+        *,
+        band: Band | None = None,
     ) -> ShipReport:
         """See :meth:`Sender.ship`."""
         started = time.monotonic()
         ship = self._book.start(ticket)
         try:
-            block_bytes = check_ship(spans, generations, self._pool[1])
+            block_bytes = check_ship(spans, generations, self._pool[1], band)
             if spans:
                 # One part where it can be: the receiver's one thread gains nothing from several.
                 await self._deliver(ship, address, split(ship.number, spans, generations, block_bytes, 1))
@@ -83,10 +92,18 @@ class UcxSender(Sender):
             raise failure
 
     async def _send(self, ship: Ship, address: str, parts: Cut, parcels: list[Parcel]) -> None:
+        summed = self._config.checksum
         parcels += [
-            Parcel(ship.ticket, part, [(self._pool[0] + offset, nbytes) for offset, nbytes in pieces])
-            for part, pieces in parts
+            Parcel(
+                wire.pack_part(ship.ticket, part, summed=summed),
+                part,
+                [(self._pool[0] + offset, nbytes) for offset, nbytes in sources],
+            )
+            for part, sources in parts
         ]
+        if summed:
+            for parcel, (_, sources) in zip(parcels, parts, strict=True):
+                parcel.frame += await self._sum(ship, parcel.frame, sources)
         # Stopped before there was anything to stop.
         ship.check()
         destination = await self._destination(address)
@@ -94,6 +111,17 @@ class UcxSender(Sender):
         for end in ends:
             if end is not None:
                 raise end
+
+    async def _sum(self, ship: Ship, frame: bytes, sources: Sequence[tuple[int, int]]) -> bytes:
+        assert self._memory is not None, "closing waits for every ship"
+        memory = self._memory.data
+        checksum = Checksum(frame)
+        for piece in pieces(memory[offset : offset + nbytes] for offset, nbytes in sources):
+            ship.check()
+            checksum.update(piece)
+            # Other channels are driven from this loop, too.
+            await asyncio.sleep(0)
+        return checksum.digest()
 
     async def _destination(self, address: str) -> Destination:
         if address not in self._destinations:

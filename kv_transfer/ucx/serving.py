@@ -1,8 +1,8 @@
 """The receiver's side of one channel: takes announcements, receives what they announce, answers. In the loop thread.
 
-Life cycle: hello -> [part -> go -> bytes -> answer]* -> closed. While bytes come the next announcement is awaited too:
-the sender makes none before it has its answer, so what ends that wait is the end of the connection, which ends the
-part.
+Life cycle: hello -> UCX addresses -> [part -> go -> bytes -> answer]* -> closed. While bytes come the next announcement
+is awaited too: the sender makes none before it has its answer, so what ends that wait is the end of the connection,
+which ends the part.
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
-from kv_transfer.ucx import wire
+from kv_transfer.checksum import Checksum, pieces
+from kv_transfer.transport import TransportConfig
+from kv_transfer.ucx import handshake, wire
 from kv_transfer.ucx.channel import Channel, Stop
 from kv_transfer.ucx.library import Context
 from kv_transfer.ucx.loop_thread import settled, streams
-from kv_transfer.ucx.wire import Verdict
+from kv_transfer.ucx.wire import PartHead, Verdict
 from kv_transfer.windows import OpenWindow, Part, WindowBook
-from protocol.errors import ChannelLost, KVFerryError, TicketRejected
+from protocol.errors import ChannelLost, IntegrityMismatch, KVFerryError, TicketRejected
 
 PROGRESS_EVERY = 0.1
 """Seconds between signs of life while bytes come."""
+SKIP_BYTES = 64 << 10
 
-Ahead = asyncio.Task[tuple[bytes, Part]]
+Ahead = asyncio.Task[PartHead]
 
 log = logging.getLogger(__name__)
 
@@ -64,17 +67,19 @@ class Berth:
 
     Attributes:
         context: of the memory.
-        base: the memory's address.
+        memory: what is written.
+        base: its address.
         book: its windows.
         moves: that run.
-        timeout: seconds that a hello may take.
+        config: timeout is what a hello may take, secret what a peer must know.
     """
 
     context: Context
+    memory: memoryview
     base: int
     book: WindowBook
     moves: Moves
-    timeout: float
+    config: TransportConfig
 
 
 class Serving:
@@ -86,13 +91,14 @@ class Serving:
         self._channel: Channel | None = None
         self._stranger = b""
         """The peer's UCX address, until it has shown a ticket: UCX does not check what it unpacks."""
+        self._peer = ""
 
     async def run(self) -> None:
         """Serve until the peer goes, errs, or this task is cancelled; quiet and closed when it returns or raises."""
         writer: asyncio.StreamWriter | None = None
         try:
             reader, writer = await streams(self._connection)
-            async with asyncio.timeout(self._berth.timeout):
+            async with asyncio.timeout(self._berth.config.timeout):
                 channel = await self._greet(reader, writer)
             await self._parts(channel, reader, writer)
         except (OSError, asyncio.IncompleteReadError, TimeoutError, ChannelLost) as error:
@@ -100,6 +106,7 @@ class Serving:
         except KVFerryError as error:
             log.warning("turned a peer away: %s", error)
         finally:
+            self._berth.book.lost(self)
             try:
                 if self._channel is not None:
                     await settled({self._channel.close()})
@@ -111,34 +118,59 @@ class Serving:
                     self._connection.close()
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Channel:
-        peer = await wire.read_hello(reader)
+        met = await handshake.admit(reader, writer, self._berth.config)
+        self._peer = met.name
+        theirs = await wire.read_worker(reader)
         context = self._berth.context
-        channel = self._channel = Channel(context)
-        ours = wire.Hello(wire.ucx_release(context.library.version), channel.address())
-        writer.write(wire.pack_hello(ours))
+        channel = self._channel = handshake.opened(context, met)
+        ours = handshake.own_worker(channel, context.library.version)
+        writer.write(wire.pack_worker(ours))
         # After the answer: the peer shall learn which release there is before it is turned away.
-        wire.check_release(ours, peer)
-        self._stranger = peer.worker
+        wire.check_release(ours, theirs)
+        self._stranger = theirs.address
         return channel
 
     async def _parts(self, channel: Channel, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        ahead: Ahead = asyncio.create_task(wire.read_part(reader))
+        ahead: Ahead = asyncio.create_task(wire.read_head(reader))
         try:
             while channel.alive:
-                ticket, part = await ahead
-                ahead = asyncio.create_task(wire.read_part(reader))
-                await self._part(channel, ticket, part, ahead, writer)
+                head = await ahead
+                try:
+                    window, part, wanted = await self._announced(head, reader)
+                except TicketRejected as refusal:
+                    writer.write(wire.pack_answer(head, Verdict.REFUSED, refusal.message))
+                    await _skip(reader, head.table_bytes + head.tail_bytes)
+                    ahead = asyncio.create_task(wire.read_head(reader))
+                    continue
+                ahead = asyncio.create_task(wire.read_head(reader))
+                await self._part(channel, window, part, wanted, ahead, writer)
         finally:
             ahead.cancel()
             await settled({ahead})
 
+    async def _announced(
+        self, head: PartHead, reader: asyncio.StreamReader
+    ) -> tuple[OpenWindow, Part, tuple[Checksum, bytes] | None]:
+        """The window and the part of an announcement, and how its checksum begins and what it must come to."""
+        window = self._berth.book.claim(head.ticket, self._peer, head.spans, head.blocks)
+        if self._berth.config.checksum and not head.summed:
+            raise TicketRejected("the receiver takes nothing without a checksum")
+        table = await reader.readexactly(head.table_bytes)
+        wanted = await reader.readexactly(head.tail_bytes)
+        return window, wire.parse_tables(head, table), (Checksum(head.raw + table), wanted) if head.summed else None
+
     async def _part(
-        self, channel: Channel, ticket: bytes, part: Part, ahead: Ahead, writer: asyncio.StreamWriter
+        self,
+        channel: Channel,
+        window: OpenWindow,
+        part: Part,
+        wanted: tuple[Checksum, bytes] | None,
+        ahead: Ahead,
+        writer: asyncio.StreamWriter,
     ) -> None:
         landed = None
         try:
-            window = self._berth.book.find(ticket)
-            window.admit(part, time.monotonic())
+            window.admit(part, time.monotonic(), self)
             status = await self._receive(channel, window, part, ahead, writer)
             if not window.gate.is_open:
                 raise TicketRejected("the window is closed")
@@ -149,6 +181,12 @@ class Serving:
                 reason = channel.reason(status)
                 window.abandon(part, ChannelLost(f"receiving failed: {reason}"))
                 answer = wire.pack_answer(part, Verdict.BROKEN, reason)
+            elif wanted is not None and not await self._intact(window, part, *wanted):
+                damage = IntegrityMismatch(
+                    f"part {part.index} of ship {part.ship:x} has not the checksum that it was sent with"
+                )
+                window.abandon(part, damage)
+                answer = wire.pack_answer(part, Verdict.DAMAGED, damage.message)
             else:
                 landed = window.complete(part, time.monotonic())
                 answer = wire.pack_answer(part, Verdict.LANDED)
@@ -157,6 +195,19 @@ class Serving:
         writer.write(answer)
         if landed is not None:
             window.report(landed)
+
+    async def _intact(self, window: OpenWindow, part: Part, checksum: Checksum, wanted: bytes) -> bool:
+        memory = self._berth.memory
+        for piece in pieces(memory[offset : offset + nbytes] for offset, nbytes in part.targets):
+            if not window.gate.enter():
+                raise TicketRejected("the window is closed")
+            try:
+                checksum.update(piece)
+            finally:
+                window.gate.leave()
+            # Other channels are driven from this loop, too.
+            await asyncio.sleep(0)
+        return checksum.digest() == wanted
 
     async def _receive(
         self, channel: Channel, window: OpenWindow, part: Part, ahead: Ahead, writer: asyncio.StreamWriter
@@ -210,3 +261,8 @@ class Serving:
         except OSError:
             return True
         return True
+
+
+async def _skip(reader: asyncio.StreamReader, nbytes: int) -> None:
+    while nbytes:
+        nbytes -= len(await reader.readexactly(min(nbytes, SKIP_BYTES)))

@@ -2,7 +2,7 @@
  *
  * A channel is one worker with one endpoint and at most one move: spans that are sent, or received, piece by piece as
  * tagged messages, a few of them under way at a time. Both ends cut the same spans into the same pieces and count them,
- * and the count is the tag. All calls on one channel come from one thread; only a move's stop flag is written by others:
+ * from the same first tag on, and the count is the tag. All calls on one channel come from one thread; only a move's stop flag is written by others:
  * no piece is begun once it is set. Nothing here waits.
  */
 #include <stdint.h>
@@ -103,9 +103,10 @@ API int kvf_map(ucp_context_h context, void *address, size_t length, int writabl
 
 API void kvf_unmap(ucp_context_h context, ucp_mem_h memory) { ucp_mem_unmap(context, memory); }
 
-API int kvf_channel_new(ucp_context_h context, channel_t **out, int *event_fd) {
+API int kvf_channel_new(ucp_context_h context, uint64_t first_tag, channel_t **out, int *event_fd) {
     channel_t *channel = calloc(1, sizeof *channel);
     if (!channel) return UCS_ERR_NO_MEMORY;
+    channel->tag = first_tag;
     ucp_worker_params_t params = {.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE,
                                   .thread_mode = UCS_THREAD_MODE_SERIALIZED};
     ucs_status_t status = ucp_worker_create(context, &params, &channel->worker);

@@ -174,7 +174,9 @@ class Front:
         await exchange.respond(200 if health.ready else 503, msgspec.json.encode(health))
 
     async def _metrics(self, exchange: Exchange, _: str) -> None:
-        await exchange.respond(200, self._service.metrics(), content_type=CONTENT_TYPE_LATEST.encode())
+        # With hundreds of workers it takes most of a second, and streams do not wait for it.
+        text = await asyncio.to_thread(self._service.metrics)
+        await exchange.respond(200, text, content_type=CONTENT_TYPE_LATEST.encode())
 
     async def _cluster(self, exchange: Exchange, _: str) -> None:
         await exchange.respond(200, msgspec.json.encode(self._service.cluster()))

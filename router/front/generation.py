@@ -128,4 +128,4 @@ class GenerationService(Protocol):
         """The workers' state, ready for JSON."""
 
     def metrics(self) -> bytes:
-        """All metrics in the Prometheus text format."""
+        """All metrics in the Prometheus text format; may be called in any thread."""

@@ -15,7 +15,7 @@ from cluster.state import NodeState, ProcessMark, StateStore
 from protocol.errors import ConfigError
 from router.front.keys import hash_of, read_keys
 
-COMMANDS = ("up", "status", "down", "complete", "chat", "demo", "model", "bench", "key", "version")
+COMMANDS = ("up", "status", "down", "complete", "chat", "demo", "doctor", "model", "bench", "key", "version")
 
 
 def kvferry(*arguments: str, state: Path) -> subprocess.CompletedProcess[str]:

@@ -122,6 +122,7 @@ def test_any_value_gives_a_configuration_or_a_config_error(value: object, key: s
         (lambda: RoleSection(replicas=0), "replicas"),
         (lambda: RouterSection(port=-1), "port"),
         (lambda: TransferSection(streams=0), "streams"),
+        (lambda: TransferSection(layers_per_ship=-1), "layers_per_ship"),
         (lambda: RaySection(cpus=0), "cpus"),
         (lambda: ClusterConfig(model=" "), "model"),
     ],
@@ -193,7 +194,7 @@ def test_a_secret_is_in_no_text_that_might_be_logged() -> None:
 def test_a_role_overrides_the_shared_engine() -> None:
     config = parse_config(
         "model: m\nengine: {num_blocks: 64, block_size: 8}\n"
-        "transfer: {streams: 3, timeout: 4, transport: tcp, checksum: true}\n"
+        "transfer: {streams: 3, timeout: 4, transport: tcp, checksum: true, layers_per_ship: 9}\n"
         "prefill: {engine: {num_blocks: 32}, threads: 3, limits: {max_waiting: 7}}\n"
         "router: {limits: {max_attempts: 9}}"
     )
@@ -202,7 +203,7 @@ def test_a_role_overrides_the_shared_engine() -> None:
     assert (prefill.engine.num_blocks, prefill.engine.block_size, prefill.engine.threads) == (32, 8, 3)
     assert (prefill.max_waiting, prefill.streams, prefill.transfer_timeout, prefill.transport) == (7, 3, 4, "tcp")
     assert (prefill.name, prefill.model_name, prefill.routers) == ("prefill-0", "m", ("tcp://h:1",))
-    assert prefill.bind_host == "10.0.0.1"
+    assert (prefill.bind_host, prefill.layers_per_ship) == ("10.0.0.1", 9)
     decode = decode_config(orders["decode-0"], MODEL, "10.0.0.1")
     assert (decode.engine.num_blocks, decode.transport, decode.transfer_timeout) == (64, "tcp", 4)
     for worker in (prefill, decode):

@@ -51,9 +51,17 @@ def scheme(way: Way) -> str:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test of the contract, known by its fixture ``scheme``, goes every way."""
-    if "scheme" in metafunc.fixturenames:
+    if {"scheme", "way"} <= set(metafunc.fixturenames):
         everywhere = [Way("inproc"), Way("shm"), Way("tcp"), Way("tcp", apart=True), Way("ucx")]
         metafunc.parametrize("way", ways(*everywhere, Way("ucx", "tcp", apart=True)), indirect=True)
+
+
+@pytest.fixture(params=["shm", "tcp", pytest.param("ucx", marks=pytest.mark.ucx)])
+def wired(request: pytest.FixtureRequest) -> str:
+    """A transport whose connections begin with the hello."""
+    if request.param == "ucx":
+        need_ucx()
+    return str(request.param)
 
 
 @pytest.fixture

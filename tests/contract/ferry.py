@@ -66,10 +66,10 @@ class Harbor:
     def address(self) -> str:
         return self.receiver.address
 
-    def open(self, blocks: Sequence[int], generation: int = GENERATION) -> bytes:
-        """A window on ``blocks``; returns its ticket."""
+    def open(self, blocks: Sequence[int], generation: int = GENERATION, sender: str = "") -> bytes:
+        """A window on ``blocks``, for ``sender`` alone where it is named; returns its ticket."""
         ticket = secrets.token_bytes(16)
-        window = Window(ticket, tuple(blocks), (generation,) * len(blocks), self.block_bytes)
+        window = Window(ticket, tuple(blocks), (generation,) * len(blocks), self.block_bytes, sender=sender)
         self.receiver.open(window, self.landed.append, lambda ticket, error: self.broken.append((ticket, error)))
         return ticket
 

@@ -4,13 +4,13 @@ import asyncio
 import fcntl
 import gc
 import os
-import secrets
 import socket
 import threading
 from pathlib import Path
 
 import pytest
 import uvloop
+from caller import hello_of
 from ferry import BIND, GENERATION, Harbor, Quay, until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -20,9 +20,10 @@ from kv_transfer.shm import endpoint, sealed, wire
 from kv_transfer.shm.ledger import LEDGER_BYTES, SLOTS, WORDS, ReceiverLedger, SenderLedger
 from kv_transfer.span import Span
 from kv_transfer.transport import TransportConfig, make_receiver, make_sender, why_unreachable
-from protocol.errors import ChannelLost, ConfigError, MalformedFrame, VersionMismatch
+from protocol.errors import ChannelLost, ConfigError
 
 BLOCK = 4096
+HELLO = hello_of("shm")
 
 
 def memfd(nbytes: int, seals: int = fcntl.F_SEAL_SHRINK) -> int:
@@ -49,9 +50,11 @@ def hear_all(connection: socket.socket) -> bytes:
 
 
 def talk(address: str, words: bytes, descriptors: list[int]) -> bytes:
-    """Say ``words`` with these descriptors, hang up our half, hear all that comes."""
+    """Say hello, then ``words`` with these descriptors, hang up our half, hear all that comes after it."""
     with dial(address) as connection:
         try:
+            connection.sendall(HELLO)
+            assert connection.recv(len(HELLO)) == HELLO
             if words:
                 socket.send_fds(connection, [words], descriptors)
             connection.shutdown(socket.SHUT_WR)
@@ -68,7 +71,9 @@ class Stranger:
         self.ledger = SenderLedger()
         self.pool = memfd(4 * BLOCK)
         own = sealed.reopen(self.ledger.descriptor, writable=True)
-        socket.send_fds(self.connection, [wire.pack_hello(4 * BLOCK)], [self.pool, own])
+        self.connection.sendall(HELLO)
+        assert self.connection.recv(100) == HELLO
+        socket.send_fds(self.connection, [wire.pack_offer(4 * BLOCK)], [self.pool, own])
         os.close(own)
         assert self.connection.recv(100) == wire.pack_welcome(None)
 
@@ -88,8 +93,8 @@ class Stranger:
 
 NOISE = st.one_of(
     st.binary(max_size=300),
-    st.binary(max_size=300).map(lambda tail: wire.pack_hello(BLOCK) + tail),
-    st.binary(min_size=12, max_size=12).map(lambda tail: b"KVSH" + tail),
+    st.binary(max_size=300).map(lambda tail: wire.pack_offer(BLOCK) + tail),
+    st.binary(min_size=8, max_size=8).map(lambda tail: b"KVSO" + tail),
 )
 
 
@@ -133,12 +138,12 @@ async def test_a_strangers_memory_that_will_not_do_is_refused(harbor, fault: str
             given_fds[1], words = memfd(BLOCK), f"has 4096 bytes, {LEDGER_BYTES} were announced"
         case "one":
             os.close(given_fds.pop())
-            words = "a hello with 1 descriptors"
+            words = "an offer with 1 descriptors"
         case "none":
             while given_fds:
                 os.close(given_fds.pop())
-            words = "a hello with 0 descriptors"
-    heard = await asyncio.to_thread(talk, there.address, wire.pack_hello(nbytes), given_fds)
+            words = "an offer with 0 descriptors"
+    heard = await asyncio.to_thread(talk, there.address, wire.pack_offer(nbytes), given_fds)
     for descriptor in given_fds:
         os.close(descriptor)
     refused, length = wire.parse_welcome(heard[: wire.WELCOME.size])
@@ -164,8 +169,8 @@ async def test_a_known_ticket_does_not_help_a_liar(harbor, quay) -> None:
         slot = stranger.ledger.take(1)
         assert slot == SLOTS - 1
         for lie in lies:
-            _, refused, _ = wire.parse_answer((await asyncio.to_thread(stranger.say, lie))[: wire.ANSWER.size])
-            assert refused
+            _, verdict, _ = wire.parse_answer((await asyncio.to_thread(stranger.say, lie))[: wire.ANSWER.size])
+            assert verdict is wire.Verdict.REFUSED
     outside = [
         wire.pack_frame(ticket, 1, 0, [Span(4 * BLOCK, BLOCK, BLOCK)], good),
         wire.pack_frame(ticket, 1, 0, [Span(3 * BLOCK + 1, BLOCK, BLOCK)], good),
@@ -179,35 +184,6 @@ async def test_a_known_ticket_does_not_help_a_liar(harbor, quay) -> None:
     assert there.poisoned
     assert not there.landed
     await here.ship(there.address, ticket, [(0, 1), (3, 2)])
-
-
-async def test_another_version_is_turned_away_with_both_named(harbor) -> None:
-    there = harbor("shm", 1, BLOCK)
-    hello = wire.HELLO.pack(b"KVSH", 9, 12, 0, BLOCK)
-    heard = await asyncio.to_thread(talk, there.address, hello, [])
-    assert b"peer speaks 9 to 12, this process 1 to 1" in heard
-    with pytest.raises(VersionMismatch, match="peer speaks 9 to 12, this process 1 to 1"):
-        wire.parse_welcome(wire.WELCOME.pack(b"KVSW", 9, 12, 0, 0))
-    with pytest.raises(MalformedFrame):
-        wire.parse_welcome(b"HTTP/1.1")
-
-
-async def test_a_listener_that_is_no_receiver_of_ours(quay) -> None:
-    async def stranger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 400 Bad Request\r\n")
-        await reader.read(1)
-        writer.close()
-
-    name = secrets.token_hex(8)
-    async with await asyncio.start_unix_server(stranger, endpoint.PREFIX + name):
-        with pytest.raises(MalformedFrame):
-            await quay("shm", 1, BLOCK).ship(f"shm://{name}", bytes(16), [(0, 0)])
-
-
-async def test_a_caller_that_says_nothing_is_dropped(harbor) -> None:
-    there = harbor("shm", 1, BLOCK, TransportConfig(timeout=0.3))
-    with dial(there.address) as silent:
-        assert await asyncio.to_thread(silent.recv, 1) == b""
 
 
 async def test_another_users_process_is_turned_away(harbor, quay, monkeypatch: pytest.MonkeyPatch) -> None:

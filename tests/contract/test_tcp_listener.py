@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from caller import hello_of
 from ferry import GENERATION, Harbor, Quay, until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -19,10 +20,10 @@ from kv_transfer.tcp.address import parse
 from kv_transfer.tcp.destination import EXPRESS_BYTES
 from kv_transfer.transport import TransportConfig, Window, make_receiver
 from kv_transfer.windows import Part
-from protocol.errors import ChannelLost, ConfigError, MalformedFrame, VersionMismatch
+from protocol.errors import ChannelLost, ConfigError
 
 BLOCK = 4096
-HELLO = wire.pack_hello()
+HELLO = hello_of("tcp")
 
 
 def dial(address: str) -> socket.socket:
@@ -69,7 +70,7 @@ async def test_garbage_leaves_the_listener_up_and_small(harbor, quay) -> None:
     @given(NOISE)
     def speak(words: bytes) -> None:
         heard = talk(there.address, words)
-        if not words.startswith(b"KVFT"):
+        if not words.startswith(b"KVFH"):
             assert not heard
 
     def all_of_it() -> int:
@@ -98,11 +99,11 @@ async def test_a_known_ticket_does_not_help_garbage(harbor, quay) -> None:
     for part in lying:
         frame = HELLO + wire.pack_frame(ticket, part) + bytes(sum(size for _, size in part.targets))
         heard = await asyncio.to_thread(talk, there.address, frame)
-        verdict, length = wire.parse_answer(heard[8 : 8 + wire.ANSWER.size], part)
+        verdict, length = wire.parse_answer(heard[len(HELLO) : len(HELLO) + wire.ANSWER.size], part)
         assert verdict is wire.Verdict.REFUSED
         assert length
-    head = bytearray(wire.pack_frame(ticket, lying[0]))
-    head[wire.FRAME.size - 8 : wire.FRAME.size] = (BLOCK).to_bytes(8)
+    head = bytearray(wire.pack_frame(ticket, Part(5, 0, 1, [(BLOCK, BLOCK)], [(1, GENERATION)])))
+    head[wire.FRAME.size - 8 : wire.FRAME.size] = (2 * BLOCK).to_bytes(8)
     assert await asyncio.to_thread(talk, there.address, HELLO + bytes(head)) == HELLO
     assert there.poisoned
     await here.ship(there.address, ticket, [(0, 1), (3, 2)])
@@ -119,42 +120,13 @@ async def test_half_a_frame_breaks_its_window(harbor) -> None:
     assert not there.landed
 
 
-async def test_another_version_is_turned_away_with_both_named(harbor, quay) -> None:
-    there, here = harbor("tcp", 1, BLOCK), quay("tcp", 1, BLOCK)
-    assert await asyncio.to_thread(talk, there.address, wire.HELLO.pack(b"KVFT", 9, 12, 0)) == HELLO
-    with pytest.raises(VersionMismatch, match="peer speaks 9 to 12, this process 2 to 2"):
-        wire.check_hello(wire.HELLO.pack(b"KVFT", 9, 12, 0))
-    assert wire.check_hello(wire.HELLO.pack(b"KVFT", 0, 200, 0)) == 2
-
-    async def old(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readexactly(wire.HELLO.size)
-        writer.write(wire.HELLO.pack(b"KVFT", 9, 12, 0))
-        writer.close()
-
-    async def stranger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 400 Bad Request\r\n")
-        writer.close()
-
-    for speak, error in ((old, VersionMismatch), (stranger, MalformedFrame)):
-        async with await asyncio.start_server(speak, "127.0.0.1") as server:
-            host, port = server.sockets[0].getsockname()
-            with pytest.raises(error):
-                await here.ship(f"tcp://{host}:{port}", bytes(16), [(0, 0)])
-
-
-async def test_a_caller_that_says_nothing_is_dropped(harbor) -> None:
-    there = harbor("tcp", 1, BLOCK, TransportConfig(timeout=0.3))
-    with dial(there.address) as silent:
-        assert await asyncio.to_thread(silent.recv, 1) == b""
-
-
 async def test_connections_are_bounded(harbor, quay) -> None:
     there = harbor("tcp", 2, BLOCK, TransportConfig(max_connections=3))
     kept = [dial(there.address) for _ in range(3)]
     try:
         for connection in kept:
             connection.sendall(HELLO)
-            assert await asyncio.to_thread(connection.recv, 8) == HELLO
+            assert await asyncio.to_thread(connection.recv, 99) == HELLO
         with dial(there.address) as turned_away:
             assert await asyncio.to_thread(turned_away.recv, 1) == b""
         with pytest.raises(ChannelLost):

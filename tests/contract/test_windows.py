@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from kv_transfer import windows
 from kv_transfer.gate import Gate
 from kv_transfer.transport import Landed, Window
 from kv_transfer.windows import OpenWindow, Part, WindowBook
@@ -89,6 +90,45 @@ async def test_a_ship_that_lost_a_part_never_lands() -> None:
         opened.window.admit(parts[2], 1.0)
     await turn()
     assert [str(error) for error in opened.broken] == ["gone"]
+
+
+async def test_a_ship_whose_connections_end_between_two_parts_is_reported_broken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(windows, "GRACE", 0.05)
+    opened = Opened()
+    parts = [Part(1, index, 3, [((index + 1) * SIZE, SIZE)], [(index + 1, 5)]) for index in range(3)]
+    for part, carrier in zip(parts[:2], "ab", strict=True):
+        opened.window.admit(part, 0.0, carrier)
+        opened.window.complete(part, 0.0)
+    opened.book.lost("a")
+    await asyncio.sleep(0.1)
+    assert not opened.broken
+    opened.book.lost("b")
+    assert not opened.broken
+    async with asyncio.timeout(5.0):
+        while not opened.broken:
+            await turn()
+    assert "between two parts" in str(opened.broken[0])
+    with pytest.raises(TicketRejected, match="does not fit"):
+        opened.window.admit(parts[2], 1.0, "c")
+
+
+async def test_a_ship_that_goes_on_by_another_connection_is_not_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(windows, "GRACE", 0.05)
+    opened = Opened()
+    parts = [Part(1, index, 2, [((index + 1) * SIZE, SIZE)], [(index + 1, 5)]) for index in range(2)]
+    opened.window.admit(parts[0], 0.0, "a")
+    opened.window.complete(parts[0], 0.0)
+    opened.book.lost("a")
+    opened.window.admit(parts[1], 0.0, "b")
+    await asyncio.sleep(0.1)
+    assert not opened.broken
+    assert opened.window.complete(parts[1], 0.0) is not None
+    # What has landed needs no connection any more.
+    opened.book.lost("b")
+    await asyncio.sleep(0.1)
+    assert not opened.broken
 
 
 @pytest.mark.parametrize(("index", "count"), [(0, 2), (1, 3)])

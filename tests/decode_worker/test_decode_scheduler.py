@@ -85,6 +85,21 @@ def test_what_decode_has_cached_is_not_asked_for_again() -> None:
     assert len(pool.holdings(import_owner(sequence.key))) == 1
 
 
+def test_what_was_looked_up_is_not_evicted_for_what_it_lacks() -> None:
+    subject, pool = scheduler(7)
+    running(subject, "a", 16)
+    subject.drop(RequestKey("a", 0))
+    assert (pool.counts().cached, pool.counts().free) == (4, 2)
+    # Four blocks found, three lacking, two free: the room that there is are the very blocks that were found.
+    subject.add(request("b", tuple(range(100, 128))), ROUTER, 0.0)
+    assert subject.admit() == []
+    assert (pool.counts().cached, pool.counts().free) == (4, 2)
+    subject.drop(RequestKey("b", 0))
+    subject.add(request("c", tuple(range(100, 124))), ROUTER, 0.0)
+    (sequence,) = subject.admit()
+    assert (sequence.cached_blocks, len(set(sequence.block_table))) == (4, 6)
+
+
 def test_a_full_hit_wants_no_block_at_all() -> None:
     subject, pool = scheduler()
     running(subject, "a", 8)

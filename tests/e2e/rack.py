@@ -73,6 +73,9 @@ class Rack:
             if load.open_leases or load.open_imports or load.waiting or load.running:
                 return False
             worker.pool.check_integrity()
+            transfer = worker.transfer()
+            assert (transfer.open, transfer.draining) == (0, 0), "what has ended is not counted so"
+            assert transfer.opened == sum(transfer.ended.values()), "something ended twice, or uncounted"
         return True
 
     async def settle(self, deadline: float = DEADLINE) -> None:
@@ -90,6 +93,7 @@ async def rack(
     decode_engine: dict[str, object] | None = None,
     router: dict[str, object] | None = None,
     transfer: dict[str, object] | None = None,
+    prefill_transfer: dict[str, object] | None = None,
     decode_transfer: dict[str, object] | None = None,
     ship_by: str = "auto",
     listen_by: str = "auto",
@@ -131,7 +135,7 @@ async def rack(
                 engine=EngineConfig(model=str(model), **settings),  # type: ignore[arg-type]
                 routers=routers,
                 transport=ship_by,
-                **{**bound("prefill"), **(transfer or {})},  # type: ignore[arg-type]
+                **{**bound("prefill"), **(transfer or {}), **(prefill_transfer or {})},  # type: ignore[arg-type]
             )
         )
         for index in range(prefill)

@@ -13,7 +13,8 @@ from oracle import Oracle
 from rack import Answer, Rack, rack, until
 
 from decode_worker.worker import DecodeWorker
-from engine.batch import Chunk
+from engine.batch import Chunk, Draw
+from engine.layer_watch import LayerWatch
 from prefill_worker.worker import PrefillWorker
 from protocol.errors import ContextLengthExceeded, InvalidRequest, KVFerryError, NoWorkerAvailable
 from protocol.sampling import SamplingParams
@@ -37,13 +38,13 @@ class Gate:
         self._execute = worker._stepper.execute
         worker._stepper.execute = self._held  # type: ignore[method-assign]
 
-    async def _held(self, chunks: Sequence[Chunk]) -> list[int | None]:
+    async def _held(self, chunks: Sequence[Chunk], *watch: LayerWatch) -> Sequence[Draw | None]:
         if self._free_steps:
             self._free_steps -= 1
         else:
             self.held += 1
             await self._open.wait()
-        return await self._execute(chunks)
+        return await self._execute(chunks, *watch)
 
     def open(self) -> None:
         self._open.set()

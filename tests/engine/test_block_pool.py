@@ -226,6 +226,20 @@ def test_import_commits_to_a_table(pool):
     pool.seal(blocks[0], block_hashes(range(4), 4)[0])
 
 
+def test_a_block_that_a_closed_lease_still_ships_is_sealed_when_it_is_full(pool):
+    """The lease took it with its first layers and closed in mid-step; the transport only reads it."""
+    (block,) = pool.allocate(table("t"), 1)
+    pool.share(lease(), [block])
+    pool.move_all(lease(), quarantine())
+    (block_hash,) = block_hashes(range(4), 4)
+    pool.seal(block, block_hash)
+    pool.release_all(table("t"))
+    assert pool.counts().draining == 1
+    pool.release_all(quarantine())
+    assert pool.counts().cached == 1
+    assert pool.match([block_hash]) == [block]
+
+
 def test_import_is_exclusive_until_the_channel_is_quiet(pool):
     blocks = pool.allocate(importer(), 2)
     refused(pool, pool.share, table("thief"), blocks, match="importing block 1 .held by import i.")

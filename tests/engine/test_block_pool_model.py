@@ -179,7 +179,9 @@ class PoolHistory(RuleBasedStateMachine):
         self.seal_one(data.draw(st.integers(1, self.num_blocks - 1)), self.chain[at])
 
     def seal_one(self, block, block_hash):
-        legal = self.expected_state(block) in (BlockState.ACTIVE, BlockState.EXPORTED)
+        state = self.expected_state(block)
+        only_read = state is BlockState.DRAINING and block not in self.written
+        legal = only_read or state in (BlockState.ACTIVE, BlockState.EXPORTED)
         if legal and self.prefix_cache:
             legal = self.hash_of.get(block, block_hash) == block_hash
         taken = block_hash in self.hash_of.values()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kv_transfer import instructions as do
 from kv_transfer.imports import ImportBook
 from kv_transfer.lease import LeaseBook
-from kv_transfer.lease_state import Lease
+from kv_transfer.lease_state import Layers, Lease
 from protocol.errors import KVFerryError
-from protocol.ids import Peer
+from protocol.ids import Peer, RequestKey
 from protocol.messages import Renew
 
 
@@ -33,6 +35,29 @@ class AlwaysAnswers(LeaseBook):
 
     def renew(self, sender: Peer, message: Renew, now: float) -> list[do.Instruction]:
         return super().renew(sender, message, now) or [do.Send(sender, message)]
+
+
+class ShipsWhatIsNotComputed(LeaseBook):
+    """Takes a block for complete when its first layers are."""
+
+    def computed(
+        self, key: RequestKey, blocks: Sequence[int], now: float, *, layers: Layers | None = None
+    ) -> list[do.Instruction]:
+        lease = self._find(key)
+        known = lease is not None and set(blocks) <= set(lease.source)
+        return [] if known else super().computed(key, blocks, now)
+
+
+class ShipsLayersTwice(LeaseBook):
+    """Forgets, when a block is complete, which of its layers have shipped."""
+
+    def computed(
+        self, key: RequestKey, blocks: Sequence[int], now: float, *, layers: Layers | None = None
+    ) -> list[do.Instruction]:
+        lease = self._find(key)
+        if lease is not None and layers is None:
+            lease.shipped_layers = 0
+        return super().computed(key, blocks, now, layers=layers)
 
 
 class FreesWithTheWindowOpen(ImportBook):

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from kv_transfer import instructions as do
 from protocol.ids import RequestKey
 
 Owner = tuple[str, RequestKey]
+Action = tuple[Any, ...]
+"""What happens, and to whom."""
+TTL = 3.0
 
 
 class Fault(Exception):
@@ -23,11 +27,11 @@ def require(holds: bool, complaint: str) -> None:
 
 @dataclass
 class Pool:
-    """Who holds which block, and what is in it. An unheld block holds nothing that anyone could want."""
+    """Who holds which block, and what is in its layers. An unheld block holds nothing that anyone could want."""
 
     size: int
     holds: dict[int, frozenset[Owner]] = field(default_factory=dict)
-    content: dict[int, tuple[str, int]] = field(default_factory=dict)
+    content: dict[int, dict[int, tuple[str, int]]] = field(default_factory=dict)
     generation: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
 
     @property
@@ -53,6 +57,9 @@ class Pool:
                 del self.holds[block]
                 self.content.pop(block, None)
 
+    def write(self, block: int, layers: Iterable[int], value: tuple[str, int]) -> None:
+        self.content[block] = {**self.content.get(block, {}), **dict.fromkeys(layers, value)}
+
     def move(self, source: Owner, target: Owner) -> None:
         held = [block for block, holders in self.holds.items() if source in holders]
         self.add(target, held)
@@ -73,6 +80,13 @@ class ShipRun:
     done: int = 0
     stopping: bool = False
 
+    @property
+    def layers(self) -> range:
+        return range(self.ship.layout.num_layers) if self.ship.layers is None else self.ship.layers
+
+    def reads(self, block: int, layers: range) -> bool:
+        return block in self.ship.source_blocks and not set(layers).isdisjoint(self.layers)
+
 
 @dataclass(frozen=True)
 class WindowRun:
@@ -82,6 +96,14 @@ class WindowRun:
     blocks: tuple[int, ...]
     generations: tuple[int, ...]
     closing: bool = False
+    written: frozenset[tuple[int, int]] = frozenset()
+    """Block and layer of every byte that a ship has written."""
+    reported: frozenset[tuple[int, int]] = frozenset()
+    """Block and layer of what whole ships have reported."""
+
+    def whole(self, blocks: Iterable[int], layers: Iterable[int]) -> int:
+        """How many of these blocks have been reported with all of these layers."""
+        return sum(all((block, layer) in self.reported for layer in layers) for block in blocks)
 
 
 @dataclass(frozen=True)

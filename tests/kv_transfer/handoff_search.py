@@ -6,8 +6,9 @@ from collections import OrderedDict, deque
 from dataclasses import replace
 from typing import Any
 
-from handoff_pieces import Fault
-from handoff_world import Action, World
+from handoff_choices import faults, progress
+from handoff_pieces import Action, Fault
+from handoff_world import World
 
 from kv_transfer.imports import ImportBook
 from kv_transfer.lease import LeaseBook
@@ -32,14 +33,14 @@ def explore(world: World, limit: int) -> tuple[int, set[str]]:
     frontier = deque([(0, world)])
     while frontier:
         number, here = frontier.popleft()
-        sound = here.progress()
+        sound = progress(here)
         if not sound and here.deadline() is not None:
             sound = [("wait", None)]
         if not sound:
             here.check_drained()
             ends.append(number)
             outcomes |= {request.state for request in here.requests.values()}
-        for action in (*sound, *here.faults()):
+        for action in (*sound, *faults(here)):
             there = copy_world(here)
             try:
                 there.apply(action)
@@ -82,7 +83,17 @@ def fingerprint(world: World) -> tuple[Any, ...]:
         return None if time is None else time - now
 
     leases = tuple(
-        (key, each.reader, each.state, tuple(each.source), tuple(each.in_flight), each.next_block, left(each.expires))
+        (
+            key,
+            each.reader,
+            each.state,
+            tuple(each.source),
+            each.begun,
+            each.shipped_layers,
+            tuple(each.in_flight),
+            each.next_block,
+            left(each.expires),
+        )
         for key, each in world.leases._leases.items()
     )
     imports = tuple(
@@ -91,6 +102,7 @@ def fingerprint(world: World) -> tuple[Any, ...]:
             each.prefill,
             each.state,
             each.landed_blocks,
+            each.landed_bytes,
             each.handover is None,
             left(each.renew_at),
             left(each.expires),
@@ -105,12 +117,21 @@ def fingerprint(world: World) -> tuple[Any, ...]:
     buried = frozenset(world.leases._tombstones._graves), frozenset(world.imports._tombstones._graves)
     bag = tuple(sorted(map(hash, map(brief, world.bag))))
     pools = tuple(
-        (tuple(sorted(pool.holds.items())), tuple(sorted(pool.content.items())), tuple(sorted(pool.generation.items())))
+        (
+            tuple(sorted(pool.holds.items())),
+            tuple((block, *sorted(layers.items())) for block, layers in sorted(pool.content.items())),
+            tuple(sorted(pool.generation.items())),
+        )
         for pool in world.pools.values()
     )
     ships = tuple((ship_id, run.done, run.stopping) for ship_id, run in world.ships.items())
     requests = tuple(world.requests.values())
-    rest = tuple(world.peers.values()), tuple(world.budgets.items()), tuple(world.jobs.items()), tuple(world.queue)
+    rest = (
+        tuple(world.peers.values()),
+        tuple(world.budgets.items()),
+        tuple(world.jobs.items()),
+        tuple(world.begun.items()),
+    )
     return (
         leases,
         imports,
@@ -122,6 +143,7 @@ def fingerprint(world: World) -> tuple[Any, ...]:
         tuple(world.windows.items()),
         requests,
         rest,
+        tuple(world.queue),
         frozenset(world.decoding),
     )
 
@@ -136,7 +158,19 @@ def brief(item: Action) -> tuple[Any, ...]:
 def copy_world(world: World) -> World:
     twin = object.__new__(World)
     twin.__dict__.update(world.__dict__)
-    for name in ("requests", "jobs", "queue", "ships", "windows", "grants", "bag", "budgets", "ends", "decoding"):
+    for name in (
+        "requests",
+        "jobs",
+        "begun",
+        "queue",
+        "ships",
+        "windows",
+        "grants",
+        "bag",
+        "budgets",
+        "ends",
+        "decoding",
+    ):
         setattr(twin, name, getattr(world, name).copy())
     twin.peers = dict(world.peers)
     twin.pools = {side: pool.copy() for side, pool in world.pools.items()}

@@ -14,21 +14,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from handoff_pieces import Fault, Pool, Request, ShipRun, WindowRun, require
+from handoff_choices import FAULTS, progress
+from handoff_pieces import TTL, Action, Fault, Pool, Request, ShipRun, WindowRun, require
 
 from kv_transfer import instructions as do
 from kv_transfer.imports import ImportBook
 from kv_transfer.lease import LeaseBook
+from kv_transfer.lease_state import Layers
 from protocol.errors import ChannelLost, Preempted, TicketRejected
 from protocol.ids import Peer, RequestKey
 from protocol.layout import KVLayout
 from protocol.messages import Abort, Grant, Handover, PrefillAddress, Refuse, Renew, Settle
 
-LAYOUT = KVLayout(num_layers=1, kv_heads=1, head_dim=1, block_size=1, dtype="float32")
-TTL = 3.0
+LAYOUT = KVLayout(num_layers=2, kv_heads=1, head_dim=1, block_size=1, dtype="float32")
 METHODS = {Grant: "grant", Renew: "renew", Settle: "settle", Abort: "abort", Handover: "handover", Refuse: "refuse"}
-FAULTS = ("drop", "duplicate", "forge", "break", "cancel", "crash", "time")
-Action = tuple[Any, ...]
 
 
 class World:
@@ -43,6 +42,7 @@ class World:
         import_book: Callable[[], ImportBook] = ImportBook,
         pools: tuple[int, int] = (4, 4),
         attempts: int = 2,
+        layered: bool = False,
     ) -> None:
         self.make = {"P": lease_book, "D": import_book}
         self.peers = {"P": Peer("p", 10), "D": Peer("d", 10)}
@@ -52,8 +52,10 @@ class World:
         self.requests = dict(requests)
         self.budgets = {**dict.fromkeys(FAULTS, 0), **budgets}
         self.attempts = attempts
+        self.layered = layered
         self.bag: list[Action] = []
-        self.jobs: dict[RequestKey, tuple[Peer, tuple[int, ...]]] = {}
+        self.jobs: dict[RequestKey, tuple[Peer | None, tuple[int, ...]]] = {}
+        self.begun: dict[RequestKey, int] = {}
         self.queue: dict[RequestKey, PrefillAddress] = {}
         self.ships: dict[int, ShipRun] = {}
         self.windows: dict[bytes, WindowRun] = {}
@@ -62,36 +64,7 @@ class World:
         self.ends: defaultdict[tuple[str, RequestKey], int] = defaultdict(int)
         self.tickets = 0
 
-    # What may happen next.
-
-    def progress(self) -> list[Action]:
-        """Actions that need no fault and no passing of time."""
-        found: list[Action] = [("start", name) for name, each in self.requests.items() if each.state == "new"]
-        found += [("deliver", item) for item in dict.fromkeys(self.bag)]
-        found += [("compute" if self.pools["P"].free else "give_up", key) for key in self.jobs]
-        found += [("decode", key) for key in self.decoding]
-        space = len(self.pools["D"].free)
-        found += [("reserve", key) for key in self.queue if self._wanted(key) <= space]
-        found += [("step", ship_id) for ship_id in self.ships]
-        found += [("stop", ship_id) for ship_id, run in self.ships.items() if run.stopping]
-        found += [("quiesce", ticket) for ticket, window in self.windows.items() if window.closing]
-        return found
-
-    def faults(self) -> list[Action]:
-        """Actions that the budgets still allow."""
-        spend = self.budgets
-        losable = [item for item in dict.fromkeys(self.bag) if item[0] != "local"]
-        between = [item for item in losable if item[0] == "peer"]
-        found: list[Action] = []
-        found += [("drop", item) for item in losable if spend["drop"]]
-        found += [("duplicate", item) for item in between if spend["duplicate"]]
-        found += [("forge", item) for item in between if spend["forge"]]
-        found += [("break", ship_id) for ship_id in self.ships if spend["break"]]
-        found += [("cancel", name) for name, each in self.requests.items() if each.state == "live" and spend["cancel"]]
-        found += [("crash", side) for side in ("P", "D") if spend["crash"]]
-        if spend["time"] and self.deadline() is not None:
-            found += [("time", None), ("time", TTL)]
-        return found
+    # What happens.
 
     def apply(self, action: Action) -> None:
         """Let it happen, then check everything."""
@@ -105,7 +78,7 @@ class World:
     def drain(self, choose: Callable[[list[Action]], Action]) -> None:
         """No more faults: everything under way arrives, time passes, and nothing may be left."""
         for _ in range(5000):
-            possible = self.progress()
+            possible = progress(self)
             if possible:
                 self.apply(choose(possible))
             elif self.deadline() is not None:
@@ -159,8 +132,20 @@ class World:
             getattr(self, f"_on_{what}")(side, *rest)
         elif channel == "peer":
             self._run(side, getattr(self._book(side), METHODS[type(rest[0])])(what, rest[0], self.now))
+        elif what == "landed":
+            self._land(*rest)
         else:
             self._run(side, getattr(self._book(side), what)(*rest, self.now))
+
+    def _land(self, ticket: bytes, blocks: tuple[int, ...], layers: range) -> None:
+        """The receiver's book adds up as it reports: a block is told of with the last of its layers, in any order."""
+        window = self.windows.get(ticket)
+        if window is None:
+            return
+        fresh = {(block, layer) for block in blocks for layer in layers}
+        self.windows[ticket] = window = replace(window, reported=window.reported | fresh)
+        whole, nbytes = window.whole(blocks, range(LAYOUT.num_layers)), len(fresh) * LAYOUT.layer_bytes
+        self._run("D", self.imports.landed(ticket, whole, nbytes, self.now))
 
     def _do_drop(self, item: Action) -> None:
         self.bag.remove(item)
@@ -194,7 +179,7 @@ class World:
             for run in self.ships.values():
                 self._break_off(run)
             self.leases = self.make["P"]()
-            self.jobs, self.ships = {}, {}
+            self.jobs, self.begun, self.ships = {}, {}, {}
             self.bag.append(("note", "D", "prefill_lost", lost))
         else:
             self.imports = self.make["D"]()
@@ -211,9 +196,36 @@ class World:
             self.jobs[key] = (reader, ())
 
     def _do_compute(self, key: RequestKey) -> None:
-        reader, blocks = self.jobs[key]
         (block,) = self.pools["P"].take(("table", key), 1)
-        self.pools["P"].content[block] = (key.request_id, len(blocks))
+        self._write(key, block, range(LAYOUT.num_layers))
+        self._computed(key, block)
+
+    def _do_begin(self, key: RequestKey) -> None:
+        """A step computes the first layer of the next block, and goes on."""
+        (block,) = self.pools["P"].take(("table", key), 1)
+        self._write(key, block, range(1))
+        self.begun[key] = block
+        self._run("P", self.leases.computed(key, [block], self.now, layers=Layers(1, LAYOUT)))
+
+    def _do_complete(self, key: RequestKey) -> None:
+        """The step computes the other layers; if nobody wants them any more, it ends only now."""
+        block = self.begun.pop(key)
+        self._write(key, block, range(1, LAYOUT.num_layers))
+        if self.jobs[key][0] is None:
+            self._leave_step("P", key)
+        else:
+            self._computed(key, block)
+
+    def _write(self, key: RequestKey, block: int, layers: range) -> None:
+        read = any(run.reads(block, layers) for run in self.ships.values())
+        require(not read, f"{key} writes block {block} while a ship reads it")
+        require(
+            self.pools["P"].held_by(block, ("table", key)), f"{key} computes in block {block}, which is not its own"
+        )
+        self.pools["P"].write(block, layers, (key.request_id, len(self.jobs[key][1])))
+
+    def _computed(self, key: RequestKey, block: int) -> None:
+        reader, blocks = self.jobs[key]
         self.jobs[key] = (reader, (*blocks, block))
         self._run("P", self.leases.computed(key, [block], self.now))
         if key in self.jobs and len(blocks) + 1 == self.requests[key.request_id].blocks:
@@ -232,7 +244,7 @@ class World:
 
     def _do_reserve(self, key: RequestKey) -> None:
         prefill = self.queue.pop(key)
-        blocks = self.pools["D"].take(("import", key), self._wanted(key))
+        blocks = self.pools["D"].take(("import", key), self.wanted(key))
         generations = tuple(self.pools["D"].generation[block] for block in blocks)
         self.tickets += 1
         ticket = self.tickets.to_bytes(16)
@@ -248,13 +260,12 @@ class World:
         """The committed sequence runs to its end; until here nobody may have touched its blocks."""
         first, blocks = self.grants[key]
         for logical, block in zip(itertools.count(first), blocks):
-            require(self.pools["D"].content.get(block) == (key.request_id, logical), f"{key} decodes on wrong bytes")
+            require(self._holds(block, key, logical), f"{key} decodes on wrong bytes")
         self.decoding.discard(key)
         self.pools["D"].drop(("table", key))
 
     def _on_cancel(self, side: str, key: RequestKey, peer: Peer) -> None:
-        if side == "P" and self.jobs.pop(key, None) is not None:
-            self.pools["P"].drop(("table", key))
+        self._leave_step(side, key)
         self._run(side, self._book(side).cancel(key, self.now))
 
     # The transport.
@@ -273,14 +284,18 @@ class World:
         owners = ("import", window.key), ("quarantine", window.key)
         require(written.held_by(target, *owners), f"{ship.key} writes block {target}, which is not its own")
         require(written.generation[target] == generation, f"{ship.key} writes another life of block {target}")
-        written.content[target] = read.content[source]
+        for layer in run.layers:
+            require(layer in read.content.get(source, {}), f"{ship.key} ships a layer that is not computed")
+            require((target, layer) not in window.written, f"{ship.key} writes layer {layer} of block {target} twice")
+            written.write(target, [layer], read.content[source][layer])
+        fresh = {(target, layer) for layer in run.layers}
+        self.windows[ship.ticket] = replace(window, written=window.written | fresh)
         self.ships[ship_id] = replace(run, done=at + 1)
         if at + 1 == len(ship.source_blocks):
             del self.ships[ship_id]
-            count = at + 1
-            nbytes = count * LAYOUT.block_bytes
-            self.bag.append(("local", "D", "landed", ship.ticket, count, nbytes))
-            self.bag.append(("local", "P", "shipped", ship.key, ship_id, nbytes, count, 0.0))
+            nbytes = (at + 1) * len(run.layers) * LAYOUT.layer_bytes
+            self.bag.append(("local", "D", "landed", ship.ticket, ship.target_blocks, run.layers))
+            self.bag.append(("local", "P", "shipped", ship.key, ship_id, nbytes, ship.finishes, 0.0))
 
     def _do_stop(self, ship_id: int) -> None:
         run = self.ships.pop(ship_id)
@@ -339,8 +354,14 @@ class World:
                 self._commit(key)
 
     def _leave_step(self, side: str, key: RequestKey) -> None:
-        if side == "P" and self.jobs.pop(key, None) is not None:
-            self.pools["P"].drop(("table", key))
+        if side == "D" or key not in self.jobs:
+            return
+        if key in self.begun:
+            # The step writes its blocks to the end.
+            self.jobs[key] = (None, self.jobs[key][1])
+            return
+        del self.jobs[key]
+        self.pools["P"].drop(("table", key))
 
     def _commit(self, key: RequestKey) -> None:
         self.ends["end", key] += 1
@@ -349,17 +370,21 @@ class World:
         require(all(window.key != key for window in self.windows.values()), f"{key} commits with its window open")
         for logical, block in zip(itertools.count(first), blocks):
             require(pool.held_by(block, ("import", key)), f"{key} commits a block that it does not own")
-            require(pool.content.get(block) == (key.request_id, logical), f"{key} commits wrong bytes")
+            require(self._holds(block, key, logical), f"{key} commits wrong bytes")
         pool.move(("import", key), ("table", key))
         self.decoding.add(key)
         request = self.requests[key.request_id]
         if (request.attempt, request.state) == (key.attempt, "live"):
             self.requests[key.request_id] = replace(request, state="done")
 
+    def _holds(self, block: int, key: RequestKey, logical: int) -> bool:
+        wanted = dict.fromkeys(range(LAYOUT.num_layers), (key.request_id, logical))
+        return self.pools["D"].content.get(block) == wanted
+
     def _book(self, side: str) -> Any:
         return self.leases if side == "P" else self.imports
 
-    def _wanted(self, key: RequestKey) -> int:
+    def wanted(self, key: RequestKey) -> int:
         request = self.requests[key.request_id]
         return request.blocks - request.first_block
 

@@ -11,6 +11,8 @@ from handoff_faults import (
     FreesWithTheWindowOpen,
     HasNoFence,
     ReleasesInFlight,
+    ShipsLayersTwice,
+    ShipsWhatIsNotComputed,
 )
 from handoff_pieces import Fault, Request
 from handoff_search import explore
@@ -20,10 +22,16 @@ LIMIT = 60_000
 
 
 def world(
-    blocks: int, first_block: int, attempts: int, budgets: dict[str, int], **books: Callable[..., object]
+    blocks: int,
+    first_block: int,
+    attempts: int,
+    budgets: dict[str, int],
+    *,
+    layered: bool = False,
+    **books: Callable[..., object],
 ) -> World:
     requests = {"a": Request(blocks, first_block)}
-    return World(requests, budgets, pools=(2, 2), attempts=attempts, **books)  # type: ignore[arg-type]
+    return World(requests, budgets, pools=(2, 2), attempts=attempts, layered=layered, **books)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -57,6 +65,24 @@ def test_no_state_is_wrong_and_every_state_drains(
 
 
 @pytest.mark.parametrize(
+    ("blocks", "first_block", "budgets"),
+    [
+        (1, 0, {}),
+        (2, 1, {}),
+        (1, 0, {"forge": 1, "drop": 1}),
+        (1, 0, {"break": 1}),
+        (1, 0, {"cancel": 1}),
+        (1, 0, {"crash": 1}),
+        (2, 0, {}),
+    ],
+)
+def test_blocks_that_ship_by_layers(blocks: int, first_block: int, budgets: dict[str, int]) -> None:
+    states, outcomes = explore(world(blocks, first_block, 1, budgets, layered=True), LIMIT)
+    assert states > 50
+    assert outcomes >= {"done"}
+
+
+@pytest.mark.parametrize(
     ("books", "budgets", "complaint"),
     [
         ({"lease_book": ReleasesInFlight}, {"cancel": 1}, "ships a free block"),
@@ -64,10 +90,12 @@ def test_no_state_is_wrong_and_every_state_drains(
         ({"lease_book": AlwaysAnswers}, {"drop": 1}, "cannot drain"),
         ({"import_book": FreesWithTheWindowOpen}, {"cancel": 1}, "not its own"),
         ({"import_book": CommitsWithTheWindowOpen}, {}, "commits with its window open"),
+        ({"lease_book": ShipsWhatIsNotComputed}, {}, "while a ship reads it"),
+        ({"lease_book": ShipsLayersTwice}, {}, "twice"),
     ],
 )
 def test_the_search_finds_a_planted_fault(
     books: dict[str, Callable[..., object]], budgets: dict[str, int], complaint: str
 ) -> None:
     with pytest.raises(Fault, match=complaint):
-        explore(world(1, 0, 1, budgets, **books), LIMIT)
+        explore(world(1, 0, 1, budgets, layered=True, **books), LIMIT)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import handoff_choices as choices
 import pytest
+from handoff_choices import progress
 from handoff_faults import (
     AlwaysAnswers,
     CommitsWithTheWindowOpen,
     FreesWithTheWindowOpen,
     HasNoFence,
     ReleasesInFlight,
+    ShipsLayersTwice,
+    ShipsWhatIsNotComputed,
 )
 from handoff_pieces import Fault, Request
 from handoff_world import World
@@ -29,6 +33,7 @@ def walk(
     faults: dict[str, int] | None = None,
     lease_book: Callable[[], LeaseBook] = LeaseBook,
     import_book: Callable[[], ImportBook] = ImportBook,
+    layered: bool = False,
 ) -> World:
     """One random run to its end."""
     rng = random.Random(seed)
@@ -44,12 +49,13 @@ def walk(
         lease_book=lease_book,
         import_book=import_book,
         pools=(source_blocks, rng.randint(3, 12)),
+        layered=layered,
     )
     # Some runs are nearly sound, some are all trouble.
     trouble = rng.choice([0.02, 0.1, 0.3])
     for _ in range(rng.randint(20, 150)):
-        possible = world.progress()
-        faulty = world.faults()
+        possible = progress(world)
+        faulty = choices.faults(world)
         if faulty and (not possible or rng.random() < trouble):
             world.apply(rng.choice(faulty))
         elif possible:
@@ -65,7 +71,7 @@ def test_whatever_happens_nothing_is_corrupted_and_everything_drains(batch: int)
     outcomes = set()
     for seed in range(batch * 100, batch * 100 + 100):
         try:
-            outcomes |= {each.state for each in walk(seed).requests.values()}
+            outcomes |= {each.state for each in walk(seed, layered=seed % 2 == 0).requests.values()}
         except (Fault, KVFerryError) as error:
             pytest.fail(f"seed {seed}: {error!r}")
     assert outcomes >= {"done", "over"}, "the walk reaches both ends"
@@ -73,7 +79,8 @@ def test_whatever_happens_nothing_is_corrupted_and_everything_drains(batch: int)
 
 def test_without_faults_every_request_commits() -> None:
     for seed in range(40):
-        assert {each.state for each in walk(seed, faults={}).requests.values()} == {"done"}, f"seed {seed}"
+        states = {each.state for each in walk(seed, faults={}, layered=seed % 2 == 0).requests.values()}
+        assert states == {"done"}, f"seed {seed}"
 
 
 def test_with_a_wire_that_keeps_everything_the_router_hears_of_every_end() -> None:
@@ -90,12 +97,14 @@ def test_with_a_wire_that_keeps_everything_the_router_hears_of_every_end() -> No
         ({"lease_book": AlwaysAnswers}, "does not drain"),
         ({"import_book": FreesWithTheWindowOpen}, "not its own"),
         ({"import_book": CommitsWithTheWindowOpen}, "commits with its window open"),
+        ({"lease_book": ShipsWhatIsNotComputed}, "that is not computed"),
+        ({"lease_book": ShipsLayersTwice}, "twice"),
     ],
 )
 def test_the_walk_finds_a_planted_fault(books: dict[str, Callable[[], LeaseBook]], complaint: str) -> None:
     def run(seed: int) -> str:
         try:
-            walk(seed, **books)  # type: ignore[arg-type]
+            walk(seed, layered=True, **books)  # type: ignore[arg-type]
         except (Fault, KVFerryError) as error:
             return str(error)
         return ""

@@ -84,7 +84,7 @@ def book() -> ImportBook:
 class TestImporting:
     def test_opening_grants_what_is_reserved(self, book: ImportBook) -> None:
         assert opened(book) == [
-            OpenWindow(KEY, TICKET, (21, 22, 23), (121, 122, 123)),
+            OpenWindow(KEY, TICKET, (21, 22, 23), (121, 122, 123), PREFILL.peer),
             Send(
                 PREFILL.peer,
                 Grant(
@@ -120,6 +120,18 @@ class TestImporting:
             Send(PREFILL.peer, Settle(key=KEY), PREFILL.endpoint),
         ]
         assert (book.open_count, book.deadline()) == (0, None)
+
+    def test_bands_land_as_bytes_and_their_blocks_with_the_last(self, book: ImportBook) -> None:
+        opened(book)
+        assert book.landed(TICKET, 0, SIZE, 1.0) == book.landed(TICKET, 0, SIZE, 1.0) == []
+        assert book.handover(PREFILL.peer, HANDOVER, 1.0) == []
+        assert book.landed(TICKET, 3, SIZE, 2.0) == [CloseWindow(KEY, TICKET)]
+
+    @pytest.mark.parametrize("last", [(3, SIZE - 1), (2, SIZE), (4, SIZE), (3, SIZE + 1)])
+    def test_blocks_and_bytes_of_bands_must_agree(self, book: ImportBook, last: tuple[int, int]) -> None:
+        opened(book)
+        book.landed(TICKET, 0, 2 * SIZE, 1.0)
+        assert failures(book.landed(TICKET, *last, 2.0)) == ["integrity_mismatch"]
 
     def test_nothing_commits_before_the_window_is_quiesced(self, book: ImportBook) -> None:
         opened(book)

@@ -104,6 +104,23 @@ def test_a_wholly_cached_prompt_still_computes_one_block_for_its_logits() -> Non
     assert admitted.prompt.cached_tokens == 4
 
 
+def test_what_was_looked_up_is_not_evicted_for_what_it_lacks() -> None:
+    subject, pool = scheduler(7)
+    subject.add(request("a", tuple(range(16))), ROUTER, 0.0)
+    run_out(subject)
+    assert (pool.counts().cached, pool.counts().free) == (4, 2)
+    # Four blocks found, three lacking, two free: the room that there is are the very blocks that were found.
+    subject.add(request("b", tuple(range(28))), ROUTER, 0.0)
+    assert subject.admit(0.0) == []
+    assert (pool.counts().cached, pool.counts().free) == (4, 2)
+    subject.cancel(RequestKey("b", 0))
+    subject.add(request("c", tuple(range(24))), ROUTER, 0.0)
+    subject.admit(0.0)
+    prompt = subject.find(RequestKey("c", 0))
+    assert prompt is not None
+    assert (prompt.cached_tokens, len(set(prompt.block_table))) == (16, 6)
+
+
 def test_another_salt_never_hits() -> None:
     subject, _ = scheduler()
     prompt = tuple(range(12))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import typing
+
 from hypothesis import strategies as st
 
+from protocol.histogram import Histogram, Scale
 from protocol.ids import Peer, RequestKey
 from protocol.layout import KVLayout
 from protocol.messages import (
@@ -28,6 +31,7 @@ from protocol.messages import (
     WorkerProfile,
 )
 from protocol.sampling import SamplingParams
+from protocol.transfer_counts import SCALES, Outcome, PathCounts, TransferCounts
 
 _id_letters = "abcXYZ012_-"
 counts = st.integers(0, (1 << 62) - 1)
@@ -89,6 +93,27 @@ profiles = st.builds(
     device=st.sampled_from(["cpu", "cuda:0"]),
     pid=counts,
 )
+
+
+def histograms(scale: Scale) -> st.SearchStrategy[Histogram]:
+    length = len(scale.bounds) + 1
+    full = st.lists(counts, min_size=length, max_size=length).map(tuple)
+    return st.builds(Histogram, st.just(()) | full, st.floats(0.0, 1e18))
+
+
+_codes = st.dictionaries(st.text("abc_", max_size=64), counts, max_size=8)
+paths = st.builds(PathCounts, broken=_codes, **{name: histograms(scale) for name, scale in SCALES.items()})
+transfers = st.builds(
+    TransferCounts,
+    opened=counts,
+    ended=st.dictionaries(st.sampled_from(typing.get_args(Outcome)), counts),
+    open=counts,
+    draining=counts,
+    refusals=_codes,
+    broken=_codes,
+    paths=st.dictionaries(st.sampled_from(["none", "shm", "tcp"]), paths, max_size=2),
+)
+
 stage_times = st.builds(
     StageTimes,
     prefill_queue=seconds,
@@ -114,7 +139,7 @@ _leg = {
 }
 
 MESSAGES: dict[type[Message], st.SearchStrategy[Message]] = {
-    Heartbeat: st.builds(Heartbeat, profile=profiles, load=loads),
+    Heartbeat: st.builds(Heartbeat, profile=profiles, load=loads, transfer=transfers),
     Prefill: st.builds(Prefill, handoff=st.none() | peers, **_leg),
     Reserve: st.builds(Reserve, prefill=st.builds(PrefillAddress, peer=peers, endpoint=addresses), **_leg),
     Cancel: st.builds(Cancel, key=keys, reason=texts),

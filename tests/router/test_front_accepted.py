@@ -159,3 +159,29 @@ def test_chat_without_a_template(tmp_path_factory: pytest.TempPathFactory) -> No
             http.post("/v1/chat/completions", json=CHAT), 400, "invalid_request", "messages"
         )
         taken(http, service, "/v1/completions", TEXT)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_client_names_no_worker_block_address_or_lease(
+    http: httpx.Client, service: ScriptedService, path: str
+) -> None:
+    body = {**(TEXT if path == "/v1/completions" else CHAT), "seed": 1}
+    taken(http, service, path, body)
+    plain = service.generations[-1]
+    wishes = {
+        "worker": "decode-0",
+        "prefill_worker": "prefill-0",
+        "decode_worker": "decode-0",
+        "blocks": [1, 2, 3],
+        "block_ids": [1],
+        "address": "tcp://10.0.0.1:7000",
+        "kv_address": "tcp://10.0.0.1:7000",
+        "ticket": "00" * 16,
+        "lease": "lease-1",
+        "request_id": "r-1",
+        "attempt": 7,
+        "handoff": {"peer": ["decode-0", 1]},
+        "kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": [1], "remote_host": "10.0.0.1"},
+    }
+    taken(http, service, path, {**body, **wishes})
+    assert service.generations[-1] == plain

@@ -55,6 +55,30 @@ def test_other_routes(bpe_tokenizer: Tokenizer) -> None:
         assert (head.status_code, head.content) == (200, b"")
 
 
+def test_a_scrape_that_takes_long_holds_nobody_up(bpe_tokenizer: Tokenizer) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    class Slow(ScriptedService):
+        def metrics(self) -> bytes:
+            begun.set()
+            assert may_end.wait(10.0)
+            return super().metrics()
+
+    with serving_front(Slow(saying((5,))), bpe_tokenizer) as url, httpx.Client(base_url=url, trust_env=False) as http:
+        scraped: list[int] = []
+        scrape = threading.Thread(
+            target=lambda: scraped.append(httpx.get(f"{url}/metrics", trust_env=False, timeout=20.0).status_code)
+        )
+        scrape.start()
+        assert begun.wait(10.0)
+        try:
+            assert http.post("/v1/completions", json=TEXT).status_code == 200
+        finally:
+            may_end.set()
+            scrape.join()
+        assert scraped == [200]
+
+
 def test_unhealthy(bpe_tokenizer: Tokenizer) -> None:
     service = ScriptedService(saying((5,)), ready=False)
     with serving_front(service, bpe_tokenizer) as url, httpx.Client(base_url=url, trust_env=False) as http:

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import msgspec
 from worker_facts import heartbeat
 
 from protocol.ids import Peer
+from protocol.messages import WorkerLoad
+from protocol.transfer_counts import TransferCounts
 from router import registry as registry_module
 from router.registry import WorkerEvent, WorkerJoined, WorkerLost, WorkerRegistry
+from router.totals import COUNTERS
 
 P1, P2 = Peer("p", 1), Peer("p", 2)
 
@@ -145,3 +149,38 @@ def test_names_are_bounded() -> None:
     assert beat(workers, 0.0, Peer("one-more", 1)) == []
     assert len(workers.workers()) == registry_module.MAX_WORKERS
     assert beat(workers, 0.0, Peer("w0", 2)) != []
+
+
+def counted(workers: WorkerRegistry) -> tuple[float, float, int]:
+    (known,) = workers.workers()
+    totals = known.totals
+    return totals.counters["kv_bytes"], totals.counters["step_seconds"], totals.transfer.opened
+
+
+def test_counts_go_on_when_a_worker_starts_again() -> None:
+    workers = make()
+
+    def tells(now: float, peer: Peer, kv_bytes: int, opened: int) -> None:
+        load = heartbeat("prefill", kv_bytes=kv_bytes, step_seconds=kv_bytes / 8)
+        message = msgspec.structs.replace(load, transfer=TransferCounts(opened=opened, open=1))
+        workers.heartbeat(peer, str(peer).encode(), message, now)
+
+    tells(0.0, P1, 100, 3)
+    tells(0.5, P1, 200, 5)
+    assert counted(workers) == (200, 25.0, 5)
+    ticks(workers, 0.5, 4.0)
+    assert not workers.workers()[0].live
+    assert counted(workers) == (200, 25.0, 5), "a death takes nothing back"
+    tells(4.0, P2, 10, 1)
+    tells(4.1, P1, 300, 9)
+    assert counted(workers) == (210, 26.25, 6), "the former incarnation speaks no more"
+    tells(4.5, P2, 30, 2)
+    tells(5.0, Peer("p", 3), 0, 0)
+    assert counted(workers) == (230, 28.75, 7)
+    assert workers.workers()[0].totals.transfer.open == 1, "what is open is open now, in the last life"
+
+
+def test_every_counter_of_a_load_is_summed_up() -> None:
+    gauges = {"pool", "waiting", "waiting_tokens", "running", "open_leases", "open_imports", "step_age", "draining"}
+    assert {*COUNTERS} | gauges == {*WorkerLoad.__struct_fields__}
+    assert not {*COUNTERS} & gauges

@@ -5,6 +5,7 @@ from __future__ import annotations
 from protocol.ids import Peer, Role
 from protocol.layout import KVLayout
 from protocol.messages import Heartbeat, PoolCounts, WorkerLoad, WorkerProfile
+from protocol.transfer_counts import TransferCounts
 from router.registry import Worker
 
 MODEL = "tiny"
@@ -39,8 +40,9 @@ def worker(
     model: str = MODEL,
     layout: KVLayout = LAYOUT,
     lost: str = "",
+    transfer: TransferCounts | None = None,
     **load: object,
 ) -> Worker:
     beat = heartbeat(role, model=model, layout=layout, **load)
     peer = Peer(name, incarnation)
-    return Worker(peer, str(peer).encode(), beat.profile, beat.load, 0.0, lost)
+    return Worker(peer, str(peer).encode(), beat.profile, beat.load, 0.0, lost, transfer or TransferCounts())
