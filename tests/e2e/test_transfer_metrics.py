@@ -11,7 +11,8 @@ from oracle import Oracle
 from prometheus_client.parser import text_string_to_metric_families
 from rack import Rack, rack, until
 
-from engine.batch import Chunk
+from engine.batch import Chunk, Draw
+from engine.layer_watch import LayerWatch
 from kv_transfer.choice import Chooser
 from prefill_worker.worker import PrefillWorker
 
@@ -96,9 +97,9 @@ async def test_what_is_open_what_is_cancelled_and_what_needs_no_transport(
         stepper, go_on = running.prefill[0]._stepper, asyncio.Event()
         execute = stepper.execute
 
-        async def held(chunks: Sequence[Chunk]) -> list[int | None]:
+        async def held(chunks: Sequence[Chunk], *watch: LayerWatch) -> Sequence[Draw | None]:
             await go_on.wait()
-            return await execute(chunks)
+            return await execute(chunks, *watch)
 
         stepper.execute = held  # type: ignore[method-assign]
         task = asyncio.create_task(running.ask(PROMPT))
