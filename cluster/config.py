@@ -13,6 +13,7 @@ import msgspec
 
 from kv_transfer.choice import AUTO, MODES
 from protocol.errors import ConfigError
+from protocol.wire_layout import WireDtype
 
 Setting = bool | int | float | str
 """A value of a component's own setting."""
@@ -137,6 +138,7 @@ class TransferSection(msgspec.Struct, frozen=True, kw_only=True):
         checksum: send a checksum with the blocks, and take none without.
         layers_per_ship: the last chunk of a prompt ships in ranges of so many layers while its later ones compute; 0
             ships it whole, once its step has ended.
+        wire_dtype: element type in which blocks cross; None is that of the decode worker's pool.
     """
 
     transport: str = AUTO
@@ -145,6 +147,7 @@ class TransferSection(msgspec.Struct, frozen=True, kw_only=True):
     timeout: float = 10.0
     checksum: bool = False
     layers_per_ship: int = 5
+    wire_dtype: WireDtype | None = None
 
     def __post_init__(self) -> None:
         _check(

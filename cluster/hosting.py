@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from enum import Enum
 from typing import Any, Protocol, TypeVar
 
+from cluster.event_loop import new_loop
 from protocol.errors import KVFerryError, StartFailed
 from protocol.transitions import TransitionTable
 
@@ -113,7 +114,7 @@ class Host:
 
     def begin(self) -> None:
         """Start the thread."""
-        self._loop = _new_loop()
+        self._loop = new_loop()
         self._thread.start()
 
     def stop(self, timeout: float) -> None:
@@ -236,11 +237,3 @@ def describe(error: BaseException) -> str:
     if isinstance(error, KVFerryError):
         return f"{error.code}: {error.message}"
     return f"{type(error).__name__}: {error}"
-
-
-def _new_loop() -> asyncio.AbstractEventLoop:
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()

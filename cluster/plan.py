@@ -132,7 +132,8 @@ def decode_config(order: ActorOrder, model: Path, host: str) -> DecodeConfig:
     """What a decode worker is told; ``host`` is the address that others reach its host at."""
     from decode_worker.config import DecodeConfig
 
-    given = _worker(order, model, host) | {"transport": order.config.transfer.transport}
+    transfer = order.config.transfer
+    given = _worker(order, model, host) | {"transport": transfer.transport, "wire_dtype": transfer.wire_dtype}
     with _at("decode"):
         return DecodeConfig(**_with_limits("decode.limits", DecodeConfig, given, order.config.decode.limits))
 

@@ -31,7 +31,9 @@ def exit_on_terminate() -> Iterator[None]:
         yield
 
 
-def run_until_terminated(main: Coroutine[object, object, T]) -> T:
+def run_until_terminated(
+    main: Coroutine[object, object, T], *, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+) -> T:
     """``asyncio.run`` in which SIGTERM and SIGHUP cancel ``main``, as SIGINT does, and raise once all is cleaned up.
 
     An exception raised by a signal handler would strike wherever the loop is, in a callback of a transport as likely
@@ -54,7 +56,8 @@ def run_until_terminated(main: Coroutine[object, object, T]) -> T:
             return await main
 
     try:
-        return asyncio.run(guarded())
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            return runner.run(guarded())
     except asyncio.CancelledError:
         if not received:
             raise

@@ -28,9 +28,9 @@ from kv_transfer.tally import Tally
 from kv_transfer.transport import Landed, Receiver, Window
 from protocol.errors import TransferError
 from protocol.ids import Peer, RequestKey, new_ticket
-from protocol.layout import KVLayout
 from protocol.messages import ErrorInfo, Handover, Message, PrefillAddress, Refuse, Renew
 from protocol.transfer_counts import Outcome
+from protocol.wire_layout import WireLayout
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Imports:
 
     Args:
         pool: whose blocks are granted.
-        layout: of the pool.
+        wire: the form in which the pool's blocks cross.
         receiver: writes into the pool what prefill workers ship.
         send: sends a message to a prefill worker.
         commit: called when every block is there and its window is closed, with the handover and the seconds from the
@@ -56,7 +56,7 @@ class Imports:
     def __init__(
         self,
         pool: BlockPool,
-        layout: KVLayout,
+        wire: WireLayout,
         receiver: Receiver,
         *,
         send: Callable[[PrefillAddress, Message], bool],
@@ -70,7 +70,7 @@ class Imports:
         self.kv_bytes = 0
         self.kv_seconds = 0.0
         self._pool = pool
-        self._layout = layout
+        self._wire = wire
         self._receiver = receiver
         self._send = send
         self._commit = commit
@@ -102,11 +102,12 @@ class Imports:
             blocks=blocks,
             generations=tuple(self._pool.generation(block) for block in blocks),
             num_tokens=len(request.token_ids),
-            layout=self._layout,
+            layout=self._wire.layout,
             addresses=self._receiver.addresses,
             ticket=new_ticket(),
             ttl=request.lease_ttl,
             now=now,
+            wire_dtype=self._wire.dtype,
         )
         self._look_for_opening(request.key, now)
         self._carry_out(instructions)
@@ -150,7 +151,7 @@ class Imports:
         for instruction in instructions:
             match instruction:
                 case OpenWindow(_, ticket, blocks, generations, sender):
-                    window = Window(ticket, blocks, generations, self._layout.block_bytes, sender=str(sender))
+                    window = Window(ticket, blocks, generations, self._wire.block_bytes, sender=str(sender))
                     self._receiver.open(window, self._landed, self._broken)
                 case Send(peer, message, endpoint):
                     self._send(PrefillAddress(peer=peer, endpoint=endpoint), message)

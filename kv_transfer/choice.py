@@ -1,13 +1,15 @@
 """Which transport two workers use: the best that both have and that reaches from one to the other.
 
 A decode worker listens by every transport it can and names all of its addresses in each grant; the prefill worker picks
-one of them. ``auto`` leaves the choice to them; the name of a scheme leaves none.
+one of them. ``auto`` leaves the choice to them; the name of a scheme leaves none, but for ``ucx``: where that cannot be
+built ``ucxx`` stands in.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from kv_transfer.transport import (
     SCHEMES,
@@ -18,12 +20,15 @@ from kv_transfer.transport import (
     Window,
     make_receiver,
     why_unreachable,
+    why_unusable,
 )
 from protocol.errors import ChannelLost, ConfigError, UnknownTransport
 
 AUTO = "auto"
 PREFERENCE = ("shm", "tcp")
 """Schemes that ``auto`` uses, best first."""
+STANDING_IN: Mapping[str, tuple[str, ...]] = MappingProxyType({AUTO: PREFERENCE, "ucx": ("ucx", "ucxx")})
+"""Schemes that a mode may use, best first; any other mode is the one scheme that it names."""
 MODES = (AUTO, *sorted(SCHEMES))
 MAX_REMEMBERED = 4096
 """Receivers whose choice is remembered; above that all are forgotten and chosen anew."""
@@ -67,7 +72,7 @@ class Receivers(Receiver):
 
 
 def listen(mode: str, host: str, memory: memoryview, config: TransportConfig) -> Receiver:
-    """A receiver by the transport ``mode``, or with ``auto`` by every one that works here.
+    """A receiver by the transport ``mode``, or by every one that works here of those that the mode may use.
 
     Args:
         mode: a scheme, or ``auto``.
@@ -77,21 +82,29 @@ def listen(mode: str, host: str, memory: memoryview, config: TransportConfig) ->
 
     Raises:
         UnknownTransport: there is no such transport.
-        ConfigError: it, or with ``auto`` not one, can be used here.
+        ConfigError: not one can be used here.
     """
-    if mode != AUTO:
+    schemes = schemes_of(mode)
+    if len(schemes) == 1:
         return make_receiver(_bind(mode, host), memory, config)
     receivers: list[Receiver] = []
     reasons: list[str] = []
-    for scheme in PREFERENCE:
+    for scheme in schemes:
         try:
             receivers.append(make_receiver(_bind(scheme, host), memory, config))
         except ConfigError as error:
             reasons.append(f"{scheme}: {error.message}")
-            logger.warning("not listening by %s: %s", scheme, error.message)
+            # What only stands in is not missed where the other one works.
+            level = logging.INFO if mode != AUTO and receivers else logging.WARNING
+            logger.log(level, "not listening by %s: %s", scheme, error.message)
     if not receivers:
         raise ConfigError("no transport can be used here: " + "; ".join(reasons), field="transport")
     return Receivers(receivers)
+
+
+def schemes_of(mode: str) -> tuple[str, ...]:
+    """The schemes that a mode may use, best first."""
+    return STANDING_IN.get(mode, (mode,))
 
 
 def _bind(scheme: str, host: str) -> str:
@@ -105,6 +118,7 @@ class Chooser:
         mode: a scheme, or ``auto``.
         unusable: why a scheme cannot be used from here, whatever the receiver, by scheme.
         reach: says why an address cannot be reached; None when it can, or when that shows only later.
+        lacks: says why a scheme cannot be used on this machine; asked where another one stands in for it.
 
     Attributes:
         fallbacks: how often a better transport was offered and another one taken, once per receiver.
@@ -118,10 +132,15 @@ class Chooser:
         mode: str,
         unusable: dict[str, str] | None = None,
         reach: Callable[[str], str | None] = why_unreachable,
+        lacks: Callable[[str], str | None] = why_unusable,
     ) -> None:
-        self._unusable = unusable or {}
-        if mode in self._unusable:
-            raise ConfigError(f"transport {mode!r} cannot be used: {self._unusable[mode]}", field="transport")
+        self._schemes = schemes_of(mode)
+        self._unusable = dict(unusable or {})
+        if mode != AUTO and len(self._schemes) > 1:
+            self._unusable |= {scheme: why for scheme in self._schemes if (why := lacks(scheme)) is not None}
+        if mode != AUTO and all(scheme in self._unusable for scheme in self._schemes):
+            reasons = "; ".join([self._unusable[scheme] for scheme in self._schemes])
+            raise ConfigError(f"transport {mode!r} cannot be used: {reasons}", field="transport")
         self._mode = mode
         self._reach = reach
         self._chosen: dict[tuple[str, ...], str] = {}
@@ -149,9 +168,8 @@ class Chooser:
 
     def _pick(self, addresses: tuple[str, ...]) -> str:
         offered = {address.partition("://")[0]: address for address in reversed(addresses)}
-        # A forced scheme that is in no preference (inproc) is as good as one that is.
-        wanted = [scheme for scheme in PREFERENCE if scheme in offered] if self._mode == AUTO else [self._mode]
-        if not any(scheme in offered for scheme in wanted):
+        wanted = [scheme for scheme in self._schemes if scheme in offered]
+        if not wanted:
             raise UnknownTransport(
                 f"transport {self._mode!r} is wanted here, the decode worker offers {', '.join(addresses)}",
                 field="transport",

@@ -105,8 +105,8 @@ class Import:
 
     @property
     def granted_bytes(self) -> int:
-        """Bytes of these blocks."""
-        return 0 if self.grant is None else len(self.grant.blocks) * self.grant.layout.block_bytes
+        """Bytes of these blocks on the wire."""
+        return 0 if self.grant is None else len(self.grant.blocks) * self.grant.wire.block_bytes
 
     @property
     def complete(self) -> bool:

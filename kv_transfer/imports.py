@@ -36,6 +36,7 @@ from protocol.errors import (
 from protocol.ids import Peer, RequestKey
 from protocol.layout import KVLayout
 from protocol.messages import Abort, ErrorInfo, Grant, Handover, Message, PrefillAddress, Refuse, Renew, Settle
+from protocol.wire_layout import WireDtype
 
 MAX_TTL = 1e9
 """Longest import, in seconds; the bound of a duration on the wire."""
@@ -110,6 +111,7 @@ class ImportBook:
         now: float,
         *,
         router: bytes | None = None,
+        wire_dtype: WireDtype | None = None,
     ) -> list[Instruction]:
         """The blocks are reserved; open the window and send the grant. May follow :meth:`waiting`.
 
@@ -128,6 +130,7 @@ class ImportBook:
             ttl: seconds without a sign of the prefill worker that end the import.
             now: monotonic seconds.
             router: opaque; comes back with a failure.
+            wire_dtype: in which the blocks shall cross; None is the pool's own.
 
         Raises:
             InvalidRequest: ``ttl`` is out of range; names the field and the value.
@@ -159,6 +162,7 @@ class ImportBook:
             addresses=addresses,
             ticket=ticket,
             ttl=ttl,
+            wire_dtype=wire_dtype,
         )
         item.expires = now + ttl
         item.renew_at = now + ttl / RENEWALS_PER_TTL

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from protocol.ids import Peer, RequestKey
 from protocol.layout import KVLayout
 from protocol.messages import ErrorInfo, Handover, Message
+from protocol.wire_layout import WireDtype, WireLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,10 @@ class Ship:
     Attributes:
         key: of the lease.
         ship_id: to report with.
-        addresses, ticket, layout: of the receiver, out of its grant.
-        source_blocks, target_blocks, generations: of equal length; logical order.
+        addresses, ticket, layout, wire_dtype: of the receiver, out of its grant.
+        source_blocks: that hold ``tokens``, in logical order.
+        target_blocks, generations: of equal length; likewise.
+        tokens: positions in the sequence: whole target blocks, or to the sequence's end.
         layers: of each block that are shipped; None for all of them.
     """
 
@@ -80,13 +83,20 @@ class Ship:
     source_blocks: tuple[int, ...]
     target_blocks: tuple[int, ...]
     generations: tuple[int, ...]
+    tokens: range
+    wire_dtype: WireDtype | None = None
     layers: range | None = None
+
+    @property
+    def wire(self) -> WireLayout:
+        """The form in which the target blocks cross."""
+        return WireLayout(self.layout, self.wire_dtype)
 
     @property
     def finishes(self) -> int:
         """Blocks of which this ship carries the last layers: those that are to be reported with it."""
         ends = self.layers is None or self.layers.stop == self.layout.num_layers
-        return len(self.source_blocks) if ends else 0
+        return len(self.target_blocks) if ends else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from kv_transfer.instructions import Ship
-from protocol.errors import IntegrityMismatch, InvariantViolation, KVFerryError, LayoutMismatch, LeaseRefused
+from protocol.errors import IntegrityMismatch, InvariantViolation, KVFerryError, LeaseRefused
 from protocol.ids import Peer, RequestKey
 from protocol.layout import PADDING_BLOCK, KVLayout
 from protocol.messages import Grant, Handover
@@ -94,10 +94,11 @@ class Lease:
         key: request and attempt.
         reader: the decode worker's incarnation that may grant, renew, settle and abort.
         router: opaque to the book; returned with a failure.
-        num_tokens, block_size, num_blocks: of the prompt.
+        num_tokens, block_size, num_blocks: of the prompt in this worker's pool; all that is shipped counts in the
+            reader's blocks.
         ttl: seconds the lease lives without a sign of its reader.
         tracker: the state.
-        source: ids of the complete blocks, in logical order.
+        source: ids of this worker's complete blocks, in logical order.
         begun, layers: the blocks after these of which the first layers are computed, and which.
         shipped_layers: how many of these layers ships have taken.
         grant: the reader's, once it is there.
@@ -162,16 +163,23 @@ class Lease:
             and self.shipped_blocks == len(self.grant.blocks)
         )
 
+    @property
+    def computed_blocks(self) -> int:
+        """Leading blocks of the reader's of which every token is computed; 0 while its block size is not known."""
+        if self.grant is None:
+            return 0
+        if len(self.source) == self.num_blocks:
+            return self.grant.layout.blocks_for(self.num_tokens)
+        return len(self.source) * self.block_size // self.grant.layout.block_size
+
     def grant_fault(self, grant: Grant) -> KVFerryError | None:
         """Why this lease cannot take this grant, or None."""
         key, blocks = self.key, grant.blocks
         if self.grant is not None:
             return LeaseRefused(f"lease {key} has a grant already")
-        if grant.layout.block_size != self.block_size:
-            return LayoutMismatch(f"block_size: {self.block_size} here, {grant.layout.block_size} there")
-        end = grant.first_block + len(blocks)
-        if end != self.num_blocks:
-            return IntegrityMismatch(f"lease {key} has {self.num_blocks} blocks, the grant ends at block {end}")
+        end, wanted = grant.first_block + len(blocks), grant.layout.blocks_for(self.num_tokens)
+        if end != wanted:
+            return IntegrityMismatch(f"lease {key} fills {wanted} blocks, the grant ends at block {end}")
         if len(grant.generations) != len(blocks):
             counts = f"{len(blocks)} blocks and {len(grant.generations)} generations"
             return IntegrityMismatch(f"the grant of {key} has {counts}")
@@ -200,37 +208,44 @@ class Lease:
 
     def next_ship(self, ship_id: int) -> Ship | None:
         """Take what is granted, computed and in no ship yet into a ship; None when that is nothing."""
-        grant, begin, end = self.grant, self.next_block, len(self.source)
+        grant, begin, end = self.grant, self.next_block, self.computed_blocks
         if grant is None:
             return None
         layers, first = None, self.shipped_layers
         if begin < end:
             # Of blocks that were shipped in part these are all: they become complete together, and then ship at once.
-            blocks = tuple(self.source[begin:end])
             layers = range(first, grant.layout.num_layers) if first else None
             self.next_block, self.shipped_layers = end, 0
-        elif self.layers is not None and self.layers.layout == grant.layout and first < self.layers.done:
-            blocks = self.begun[begin - end :]
-            if not blocks:
+        elif self._may_cut(grant) and self.layers is not None and first < self.layers.done:
+            end += len(self.begun)
+            if begin >= end:
                 return None
             layers = range(first, self.layers.done)
             self.shipped_layers = self.layers.done
         else:
             return None
-        wanted = slice(begin - grant.first_block, begin - grant.first_block + len(blocks))
+        size = grant.layout.block_size
+        tokens = range(begin * size, min(end * size, self.num_tokens))
+        known = [*self.source, *self.begun]
+        wanted = slice(begin - grant.first_block, end - grant.first_block)
         ship = Ship(
             key=self.key,
             ship_id=ship_id,
             addresses=grant.addresses,
             ticket=grant.ticket,
             layout=grant.layout,
-            source_blocks=blocks,
+            source_blocks=tuple(known[tokens.start // self.block_size : -(-tokens.stop // self.block_size)]),
             target_blocks=grant.blocks[wanted],
             generations=grant.generations[wanted],
+            tokens=tokens,
+            wire_dtype=grant.wire_dtype,
             layers=layers,
         )
         self.in_flight[ship_id] = ship.finishes
         return ship
+
+    def _may_cut(self, grant: Grant) -> bool:
+        return self.layers is not None and self.layers.layout == grant.layout and grant.wire.as_in_pool
 
     def handover(self, now: float) -> Handover:
         """The hand-over record of a lease that has shipped everything."""
@@ -256,13 +271,12 @@ class Lease:
         Raises:
             InvariantViolation: they do; names the lease.
         """
-        wanted_from = self.num_blocks if self.grant is None else self.grant.first_block
-        taken = max(0, self.next_block - wanted_from)
+        taken = 0 if self.grant is None else self.next_block - self.grant.first_block
         checks = (
             (self.state is not LeaseState.CLOSED, "is closed and still kept"),
             (not self.in_flight or self.state in _MAY_SHIP, f"has ships in flight in {self.state.name}"),
             (self.state is not LeaseState.DRAINING or bool(self.in_flight), "drains with nothing in flight"),
-            (self.next_block <= len(self.source) or taken == 0, "ships blocks that are not computed"),
+            (self.next_block <= self.computed_blocks or taken == 0, "ships blocks that are not computed"),
             (len(self.source) + len(self.begun) <= self.num_blocks, "has more blocks than its prompt"),
             (bool(self.begun) == (self.layers is not None), "has layers of no blocks, or blocks of no layers"),
             (self.shipped_layers <= (0 if self.layers is None else self.layers.done), "ships layers not computed"),

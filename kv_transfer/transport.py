@@ -29,16 +29,18 @@ from protocol.errors import ConfigError, TransferError, UnknownTransport
 
 TICKET_BYTES = 16
 MIN_SECRET = 16
+UCX_TLS = re.compile(r"[a-z0-9_,^\\:]{0,255}")
 MAX_NAME = 160
 NAME = re.compile(rf"[A-Za-z0-9._@-]{{1,{MAX_NAME}}}")
 """What a party of a KV connection is called: a worker's name and incarnation."""
 SCHEMES: Mapping[str, str] = MappingProxyType(
-    {"inproc": "kv_transfer.inproc", "shm": "kv_transfer.shm", "tcp": "kv_transfer.tcp", "ucx": "kv_transfer.ucx"}
+    {name: f"kv_transfer.{name}" for name in ("inproc", "shm", "tcp", "ucx", "ucxx", "nixl")}
 )
 """Module of each scheme. It is imported when first asked for, and has ``receiver`` and ``sender`` functions.
 
 The module of a scheme in SHARED has ``shared_sender`` instead of ``sender``. One whose addresses may be out of reach
-has ``why_unreachable``, and one that can say what it finds on this machine has ``describe``.
+has ``why_unreachable``, one that needs what may not be installed has ``why_unusable``, and one that can say what it
+finds on this machine has ``describe``.
 """
 SHARED = frozenset({"shm"})
 """Schemes whose senders share their memory, and need its descriptor."""
@@ -52,7 +54,7 @@ class Window:
         ticket: 16 bytes that the sender must show.
         blocks: destination block ids, each once.
         generations: of each block; a span for another generation is refused.
-        block_bytes: bytes of one block; block ``b`` lies at ``b * block_bytes`` of the memory.
+        block_bytes: bytes of one block as it arrives; block ``b`` lies at ``b * block_bytes`` of the memory.
         sender: name of the only one who may show the ticket; empty lets any do it who passes the hello.
 
     Raises:
@@ -130,6 +132,7 @@ class TransportConfig:
         checksum: a sender adds a checksum to all it sends. A receiver checks each that comes, and with this set takes
             nothing without.
         secret: what both ends of a connection must know; empty lets everybody in.
+        ucx_tls: what UCX may go by, as its own UCX_TLS says it ("tcp", "shm"); empty leaves that to UCX.
         name: of this end, told to the other and covered by the proof of the secret: a worker's name and incarnation.
 
     Raises:
@@ -142,6 +145,7 @@ class TransportConfig:
     buffer_bytes: int = 0
     checksum: bool = False
     secret: str = field(default="", repr=False)
+    ucx_tls: str = ""
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -150,6 +154,7 @@ class TransportConfig:
             ("timeout", 0.0 < self.timeout <= 3600.0, "in (0, 3600]"),
             ("max_connections", 1 <= self.max_connections <= 1 << 16, "in [1, 65536]"),
             ("buffer_bytes", 0 <= self.buffer_bytes <= 1 << 30, "in [0, 2**30]"),
+            ("ucx_tls", UCX_TLS.fullmatch(self.ucx_tls) is not None, "names parted by commas"),
         )
         for name, valid, wanted in checks:
             if not valid:
@@ -316,6 +321,16 @@ def why_unreachable(address: str) -> str | None:
     """
     check: Callable[[str], str | None] | None = getattr(_module(scheme_of(address)), "why_unreachable", None)
     return None if check is None else check(address)
+
+
+def why_unusable(scheme: str) -> str | None:
+    """Why nothing can be made of the transport ``scheme`` on this machine; None when something can.
+
+    Raises:
+        UnknownTransport: no transport has that scheme; lists the known ones.
+    """
+    check: Callable[[], str | None] | None = getattr(_module(scheme), "why_unusable", None)
+    return None if check is None else check()
 
 
 def describe(scheme: str) -> str:

@@ -26,6 +26,7 @@ class PrefillConfig:
         transfer_secret: what both ends of a KV connection must know; empty lets everybody in.
         layers_per_ship: the last chunk of a prompt ships in ranges of so many layers while its later ones compute;
             0 ships it whole, once its step has ended.
+        staging_bytes: memory at most in which blocks are made for decode workers whose blocks have another form.
         max_waiting: prompts in the queue before new ones are refused.
 
     Raises:
@@ -43,6 +44,7 @@ class PrefillConfig:
     transfer_checksum: bool = False
     transfer_secret: str = field(default="", repr=False)
     layers_per_ship: int = 5
+    staging_bytes: int = 64 << 20
     max_waiting: int = 1024
 
     def __post_init__(self) -> None:
@@ -54,6 +56,7 @@ class PrefillConfig:
             ("streams", 1 <= self.streams <= 64, "in [1, 64]"),
             ("transfer_timeout", self.transfer_timeout > 0, "above 0"),
             ("layers_per_ship", 0 <= self.layers_per_ship <= 1 << 20, "in [0, 1048576]"),
+            ("staging_bytes", 1 << 16 <= self.staging_bytes <= 1 << 40, "in [65536, 2**40]"),
             ("max_waiting", self.max_waiting >= 1, "at least 1"),
         ):
             if not valid:

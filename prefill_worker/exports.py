@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 
 from engine.block_pool import BlockPool, HolderKind, Owner
-from kv_transfer.band import Band
 from kv_transfer.choice import Chooser
 from kv_transfer.instructions import (
     Failed,
@@ -26,9 +25,9 @@ from kv_transfer.instructions import (
 )
 from kv_transfer.lease import LeaseBook
 from kv_transfer.lease_state import Layers
-from kv_transfer.plan import plan
 from kv_transfer.tally import Tally
-from kv_transfer.transport import SHARED, Sender, TransportConfig, make_sender, scheme_of
+from kv_transfer.transport import SHARED, TransportConfig, scheme_of
+from prefill_worker.shipping import Shipping
 from protocol.errors import ChannelLost, KVFerryError, Preempted, TransferError
 from protocol.ids import Peer, RequestKey
 from protocol.layout import KVLayout
@@ -61,6 +60,7 @@ class Exports:
         failed: tells the worker that a lease ended badly.
         closed: tells the worker that a lease has given back its blocks.
         transport: settings of the transports.
+        staging_bytes: memory in which blocks are made for readers whose blocks have another form.
 
     Attributes:
         kv_blocks, kv_bytes, kv_seconds: shipped and acknowledged so far.
@@ -80,6 +80,7 @@ class Exports:
         failed: Callable[[RequestKey, ErrorInfo], None],
         closed: Callable[[RequestKey], None],
         transport: TransportConfig,
+        staging_bytes: int,
     ) -> None:
         self.book = LeaseBook()
         self.tally = Tally()
@@ -88,15 +89,12 @@ class Exports:
         self.kv_seconds = 0.0
         self._pool = pool
         self._layout = layout
-        self._memory = memory
-        self._descriptor = descriptor
         unusable = {} if descriptor is not None else dict.fromkeys(SHARED, "the pool is not in shared memory")
         self.chooser = Chooser(mode, unusable)
         self._send = send
         self._failed = failed
         self._closed = closed
-        self._transport = transport
-        self._senders: dict[str, Sender] = {}
+        self._shipping = Shipping(layout, memory, descriptor, transport, staging_bytes)
         self._readers: dict[str, Peer] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -176,8 +174,7 @@ class Exports:
 
     async def close(self) -> None:
         """Stop every ship and the transports under them."""
-        for sender in self._senders.values():
-            await sender.close()
+        await self._shipping.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _look_for_grant(self, key: RequestKey, now: float) -> None:
@@ -197,7 +194,7 @@ class Exports:
                 case Send(peer, message):
                     self._send(peer, message)
                 case StopShips(_, ticket):
-                    self._spawn(self._stop(ticket))
+                    self._spawn(self._shipping.abort(ticket))
                 case Quarantine(key):
                     self._pool.move_all(lease_owner(key), quarantine_owner(key))
                 case Release(key):
@@ -215,28 +212,11 @@ class Exports:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _sender(self, address: str) -> Sender:
-        scheme = scheme_of(address)
-        if scheme not in self._senders:
-            self._senders[scheme] = make_sender(scheme, self._memory, self._transport, descriptor=self._descriptor)
-        return self._senders[scheme]
-
     async def _ship(self, order: Ship) -> None:
         address = ""
         try:
-            if order.layers is None:
-                band, spans = None, plan(self._layout, order.source_blocks, order.layout, order.target_blocks)
-            else:
-                band = Band.of_layers(self._layout, order.layers)
-                spans = band.spans(order.source_blocks, order.target_blocks)
             address = self.chooser.choose(order.addresses)
-            report = await self._sender(address).ship(
-                address,
-                order.ticket,
-                spans,
-                tuple(zip(order.target_blocks, order.generations, strict=True)),
-                band=band,
-            )
+            report = await self._shipping.ship(address, order)
         except Exception as error:
             # Whatever went wrong, the book must hear of it: without a report the blocks would drain for ever.
             if isinstance(error, ChannelLost):
@@ -262,7 +242,3 @@ class Exports:
                 transport=scheme_of(address),
             )
         )
-
-    async def _stop(self, ticket: bytes) -> None:
-        for sender in self._senders.values():
-            await sender.abort(ticket)

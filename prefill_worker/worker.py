@@ -124,6 +124,7 @@ class PrefillWorker:
                 secret=self.config.transfer_secret,
                 name=str(self.me),
             ),
+            staging_bytes=self.config.staging_bytes,
         )
         resources.push_async_callback(self._exports.close)
         self.profile = WorkerProfile(

@@ -127,8 +127,21 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     def differences(self, other: KVLayout) -> list[str]:
         """One line per field in which the two layouts differ, naming both values."""
+        return self._differences(other, self.__struct_fields__)
+
+    def geometry_differences(self, other: KVLayout, *, shards: bool = True) -> list[str]:
+        """As :meth:`differences`, of the fields that no conversion can bridge.
+
+        Args:
+            other: the other layout.
+            shards: whether shards must be the same; between different ones each layout holds heads of its own.
+        """
+        geometry = ("num_layers", "head_dim")
+        return self._differences(other, (*geometry, "kv_heads", "shard_index", "shard_count") if shards else geometry)
+
+    def _differences(self, other: KVLayout, names: tuple[str, ...]) -> list[str]:
         return [
             f"{name}: {getattr(self, name)!r} here, {getattr(other, name)!r} there"
-            for name in self.__struct_fields__
+            for name in names
             if getattr(self, name) != getattr(other, name)
         ]

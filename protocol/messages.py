@@ -22,6 +22,7 @@ from protocol.ids import Address, BlockId, Peer, RequestKey, Role, Ticket, Worke
 from protocol.layout import KVLayout
 from protocol.sampling import FinishReason, SamplingParams, TokenId, TokenLogprobs
 from protocol.transfer_counts import TransferCounts
+from protocol.wire_layout import WireDtype, WireLayout
 
 MAX_TOKENS = 1 << 20
 """Longest token list in one message: a million tokens of context."""
@@ -266,6 +267,7 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):
         addresses: where the receiver listens, one URI per transport; the prefill worker takes its pick.
         ticket: proves to the receiver that the sender was granted this.
         ttl: seconds until the import expires.
+        wire_dtype: element type in which the blocks shall cross; None is the pool's own.
     """
 
     key: RequestKey
@@ -276,6 +278,12 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):
     addresses: Annotated[tuple[Address, ...], msgspec.Meta(min_length=1, max_length=MAX_ADDRESSES)]
     ticket: Ticket
     ttl: Seconds
+    wire_dtype: WireDtype | None = None
+
+    @property
+    def wire(self) -> WireLayout:
+        """The form in which the blocks shall cross."""
+        return WireLayout(self.layout, self.wire_dtype)
 
 
 class Renew(msgspec.Struct, frozen=True, kw_only=True, tag="renew"):

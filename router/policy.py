@@ -87,8 +87,9 @@ def mismatch(prefill: WorkerProfile, decode: WorkerProfile) -> str | None:
         return f"model: {prefill.model!r} here, {decode.model!r} there"
     if prefill.vocab_size != decode.vocab_size:
         return f"vocab_size: {prefill.vocab_size} here, {decode.vocab_size} there"
-    if prefill.layout != decode.layout:
-        return "; ".join(prefill.layout.differences(decode.layout))
+    fatal = prefill.layout.geometry_differences(decode.layout)
+    if fatal:
+        return "; ".join(fatal)
     return None if prefill.peer_endpoint else "prefill announces no endpoint for other workers"
 
 
@@ -120,4 +121,8 @@ def place(policy: str, snapshot: Snapshot, demand: Demand) -> Placement:
         for partner in ranked_decode:
             if mismatch(chosen.profile, partner.profile) is None:
                 return Placement(chosen, partner)
-    raise NoWorkerAvailable("no prefill worker has a decode worker of the same KV layout")
+    first = ranked_prefill[0], ranked_decode[0]
+    raise NoWorkerAvailable(
+        f"no prefill worker has a decode worker that it can ship to; {first[0].peer.name} (here) and "
+        f"{first[1].peer.name} (there): {mismatch(first[0].profile, first[1].profile)}"
+    )

@@ -7,6 +7,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from kv_transfer.carried import serving
+from kv_transfer.carried.staging import Bytes, Piece
 from kv_transfer.shm.copying import Copier, Run
 from kv_transfer.tcp.address import parse
 from kv_transfer.ucx.channel import Channel, Stop
@@ -76,7 +78,7 @@ async def relay(target: str) -> AsyncIterator[Relay]:
 
 
 class BadMemory:
-    """Flips a bit of what a receiver of ``shm`` or ``ucx`` has written, before it looks at the checksum.
+    """Flips a bit of what a receiver of any transport but ``tcp`` has written, before it looks at the checksum.
 
     Attributes:
         strikes: do it to what is written next.
@@ -84,7 +86,13 @@ class BadMemory:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.strikes = False
-        copy, move = Copier.copy, Channel.move
+        copy, move, scattered = Copier.copy, Channel.move, serving.scatter
+
+        def bad_scatter(slot: Bytes, pool: Bytes, pieces: Sequence[Piece]) -> None:
+            scattered(slot, pool, pieces)
+            if self.strikes:
+                self.strikes = False
+                pool[pieces[len(pieces) // 2][0]] ^= 1
 
         def bad_copy(copier: Copier, batch: Sequence[Run]) -> None:
             copy(copier, batch)
@@ -110,6 +118,7 @@ class BadMemory:
 
         patch.setattr(Copier, "copy", bad_copy)
         patch.setattr(Channel, "move", bad_move)
+        patch.setattr(serving, "scatter", bad_scatter)
 
 
 @asynccontextmanager

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal, TypeVar
 
 import msgspec
@@ -22,6 +23,8 @@ WAYS: tuple[Way, ...] = ("whole", "chunked")
 
 CHUNK_TOKENS = 512
 """Tokens of one ship call of a chunked transfer: the default chunk of a prefill worker."""
+UCX_HELD: Mapping[str, str] = MappingProxyType({"ucx:tcp": "tcp", "ucx:shm": "shm"})
+"""``UCX_TLS`` of the cases in which UCX has no choice."""
 MAX_TOKENS = 128 << 10
 MAX_CONCURRENCY = 256
 SCATTER = 2
@@ -33,7 +36,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     """One thing to measure.
 
     Attributes:
-        transport: scheme of the transport.
+        transport: scheme of the transport, for ``ucx`` with what UCX is held to (``ucx:tcp``).
         tokens: of each transfer.
         table: whether the block ids of a transfer are neighbours or drawn at random, on both sides.
         way: one ship call per transfer, or one for every :data:`CHUNK_TOKENS` tokens, one after the other.
@@ -45,6 +48,16 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     table: Table
     way: Way
     concurrency: int
+
+    @property
+    def scheme(self) -> str:
+        """Of the transport."""
+        return self.transport.partition(":")[0]
+
+    @property
+    def ucx_tls(self) -> str:
+        """What UCX may go by; empty leaves it to UCX."""
+        return UCX_HELD.get(self.transport, "")
 
     def blocks(self, layout: KVLayout) -> int:
         """Blocks of each transfer."""
@@ -84,8 +97,8 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
             if wrong:
                 raise ConfigError(f"{name} must lie in [1, {limit}], got {wrong[0]}", field=name)
         for scheme in self.transports:
-            if scheme not in SCHEMES:
-                known = ", ".join(sorted(SCHEMES))
+            if scheme not in SCHEMES and scheme not in UCX_HELD:
+                known = ", ".join(sorted((*SCHEMES, *UCX_HELD)))
                 raise UnknownTransport(f"no transport {scheme!r}; known: {known}", field="transports")
 
     def cases(self) -> list[Case]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -29,7 +30,9 @@ def transfer_command(
     tables: Annotated[str, typer.Option(help="Block tables: contiguous, scattered.")] = "contiguous,scattered",
     ways: Annotated[str, typer.Option(help="Ship whole, or chunked by 512 tokens.")] = "whole,chunked",
     concurrency: Annotated[str, typer.Option(help="Transfers at once, as 1,4.")] = "1",
-    transports: Annotated[str, typer.Option(help="As tcp,shm; all tries every one there is.")] = "all",
+    transports: Annotated[
+        str, typer.Option(help="As tcp,shm,ucx:tcp (UCX held to TCP) or ucx:shm; all tries each scheme.")
+    ] = "all",
     block_size: Annotated[int, typer.Option(min=1, max=1 << 16, help="Tokens of a block.")] = 16,
     dtype: Annotated[str, typer.Option(help="Of the cache.")] = "bfloat16",
     streams: Annotated[int | None, typer.Option(min=1, max=64, help="Connections of one transport.")] = None,
@@ -43,6 +46,10 @@ def transfer_command(
     listen: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Be the receiving side, until Ctrl-C; trust who comes.")
     ] = None,
+    vs: Annotated[str | None, typer.Option(help="Also measure rivals on the same work: nixl, mooncake.")] = None,
+    vs_python: Annotated[
+        str | None, typer.Option(metavar="FILE", help="The interpreter that has them; this one by default.")
+    ] = None,
     json: Json = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Also draw them: .html, .png or .svg.")
@@ -54,6 +61,7 @@ def transfer_command(
     Each case takes turns with the machine's own limit for the same bytes: a memory copy, or a plain socket.
     """
     from cluster.bench.case import TABLES, WAYS, Grid, parse_choices, parse_count, parse_counts
+    from cluster.bench.rivals.contest import RIVALS, Invitation
     from cluster.bench.transfer import Options, be_far_end, measure_transfers, parse_place
     from cluster.signals import exit_on_terminate
     from kv_transfer.transport import SCHEMES
@@ -86,11 +94,76 @@ def transfer_command(
         peer=None if connect is None else parse_place(connect, field="connect"),
         json=json,
         plot=plot,
+        rivals=Invitation(
+            () if vs is None else parse_choices(vs, tuple(RIVALS), field="vs"), vs_python or sys.executable
+        ),
     )
     out = Console()
     with exit_on_terminate():
         complete = measure_transfers(options, out if out.is_terminal else Console(width=TABLE_WIDTH))
     if not complete:
+        raise typer.Exit(1)
+
+
+@bench_app.command("handoff")
+def handoff_command(
+    model: Annotated[
+        str, typer.Option("--model", help=f"A directory with a model's config.json, or one of: {', '.join(PRESETS)}.")
+    ] = DEFAULT_PRESET,
+    tokens: Annotated[str, typer.Option(help="Of a prompt, as 16,512,4k.")] = "16,512,4k",
+    transports: Annotated[str, typer.Option(help="As shm,tcp,ucx,ucx:tcp.")] = "shm,tcp",
+    chunk: Annotated[int, typer.Option(min=1, help="Tokens of a chunk of prefill.")] = 512,
+    pause: Annotated[float, typer.Option(min=0, max=10, help="Seconds that a chunk takes to compute.")] = 0.02,
+    runs: Annotated[int, typer.Option(min=1, help="Of each length, after some that do not count.")] = 50,
+    block_size: Annotated[int, typer.Option(min=1, max=1 << 16, help="Tokens of a block.")] = 16,
+    max_pool: Annotated[str, typer.Option(help="No pool of either side is larger.")] = "2GiB",
+    json: Json = None,
+    decode: Annotated[bool, typer.Option("--decode", hidden=True)] = False,
+) -> None:
+    """Measure the handoff itself: from the end of a prompt's last chunk to its blocks' commit on the decode side.
+
+    Two processes with a prefill and a decode worker's bookkeeping, sockets and pools, and no model.
+    """
+    import msgspec
+    from rich.progress import Progress
+
+    from cluster.bench.case import parse_count, parse_counts
+    from cluster.bench.handoff import decode_side
+    from cluster.bench.handoff.figures import handoff_table, headline
+    from cluster.bench.handoff.measure import WARM_UP, HandoffOptions, measure_handoff
+    from cluster.bench.report import write_bytes
+    from cluster.event_loop import new_loop
+    from cluster.signals import exit_on_terminate, run_until_terminated
+
+    if decode:
+        run_until_terminated(decode_side.serve(), loop_factory=new_loop)
+        return
+    options = HandoffOptions(
+        model=model,
+        block_size=block_size,
+        transports=tuple(name.strip() for name in transports.split(",")),
+        tokens=parse_counts(tokens, field="tokens"),
+        chunk=chunk,
+        pause=pause,
+        runs=runs,
+        max_pool=parse_count(max_pool, field="max_pool"),
+    )
+    errors = Console(stderr=True)
+    with exit_on_terminate(), Progress(console=errors, transient=True, disable=not errors.is_terminal) as bars:
+        bar = bars.add_task("", total=WARM_UP + runs)
+        report = run_until_terminated(
+            measure_handoff(options, lambda name, turn: bars.update(bar, completed=turn, description=name)),
+            loop_factory=new_loop,
+        )
+    out = Console()
+    out = out if out.is_terminal else Console(width=TABLE_WIDTH)
+    out.print(headline(report), highlight=False)
+    out.print(handoff_table(report))
+    for name, reason in report.skipped.items():
+        out.print(f"* skipped {name}: {reason}", markup=False, highlight=False)
+    if json is not None:
+        write_bytes(json, msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n", field="json")
+    if not report.rows:
         raise typer.Exit(1)
 
 

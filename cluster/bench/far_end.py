@@ -175,7 +175,7 @@ class _Visit:
         self._memory = self._stack.enter_context(memory.made_pool(nbytes)).view
         self._block_bytes = wanted.block_bytes
         await asyncio.to_thread(memory.fill, self._memory, POISON)
-        config = TransportConfig(streams=wanted.streams, timeout=wanted.timeout)
+        config = TransportConfig(streams=wanted.streams, timeout=wanted.timeout, ucx_tls=wanted.ucx_tls)
         self._receiver = bound_receiver(wanted.scheme, self._channel.local_host, self._memory, config)
         return Prepared(address=self._receiver.address, host=host_identity())
 

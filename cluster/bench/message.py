@@ -11,7 +11,7 @@ import msgspec
 from kv_transfer.transport import TICKET_BYTES
 from protocol.errors import ConnectionFailed, MalformedFrame
 
-VERSION = 1
+VERSION = 2
 PREFIX_BYTES = 4
 MAX_FRAME_BYTES = 32 << 20
 MAX_ITEMS = 1 << 20
@@ -33,6 +33,7 @@ class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
     blocks: Positive
     streams: Positive
     timeout: Seconds
+    ucx_tls: Text = ""
 
 
 class Open(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):

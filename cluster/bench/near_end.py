@@ -38,6 +38,7 @@ from cluster.bench.message import (
     Request,
     Sum,
 )
+from cluster.bench.perftest import Perftest, find
 from kv_transfer.span import Span
 from kv_transfer.transport import TICKET_BYTES, Sender, TransportConfig
 from protocol.errors import ConnectionFailed, IntegrityMismatch, KVFerryError, ProtocolError, error_from_code
@@ -109,6 +110,7 @@ async def opened(host: str, port: int, scheme: str, setup: Setup) -> AsyncIterat
             blocks=setup.blocks,
             streams=setup.config.streams,
             timeout=setup.config.timeout,
+            ucx_tls=setup.config.ucx_tls,
         )
         try:
             async with asyncio.timeout(PREPARE_SECONDS):
@@ -135,6 +137,7 @@ class Session:
         self._address = prepared.address
         self._plain: socket.socket | None = None
         self._copy_target = memoryview(b"")
+        self._perftest: Perftest | None = None
         self.same_host = prepared.host == host_identity()
 
     async def ship_round(self, transfers: Sequence[Transfer], *, checked: bool = False) -> Round:
@@ -205,6 +208,15 @@ class Session:
         if not self._copy_target.nbytes:
             self._copy_target = memoryview(bytearray(self._pool.nbytes))
             await asyncio.to_thread(memory.fill, self._copy_target, b"\0" * memory.PATTERN_BYTES)
+
+    @property
+    def perftest(self) -> Perftest:
+        """UCX's own benchmark over TCP, which keeps what it found; there must be one."""
+        if self._perftest is None:
+            program = find()
+            assert program is not None, "looked for before"
+            self._perftest = Perftest(program, "tcp")
+        return self._perftest
 
     async def copy_round(self, transfers: Sequence[Transfer]) -> float:
         """Seconds that one thread takes to copy the same spans within this process."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from cluster.bench.report import Measured, Report, remarks, write_bytes
+from cluster.bench.report import Measured, Report, remarks, rivals_of, write_bytes
 from protocol.errors import ConfigError
 
 SUFFIXES = (".html", ".png", ".svg")
@@ -60,17 +60,28 @@ def _figure(report: Report) -> Any:
         (line,) = speed.plot(sizes, [point.gb_per_s for point in points], marker="o", label=name)
         limits = [point.limit_gb_per_s for point in points]
         speed.plot(sizes, limits, linestyle=":", color=line.get_color())
+        for rival in rivals_of(report):
+            _rival_line(speed, rival, points, line.get_color())
         middle = [1e3 * point.latency.p50 for point in points]
         slowest = [1e3 * point.latency.p99 for point in points]
         delay.plot(sizes, middle, marker="o", color=line.get_color())
         delay.fill_between(sizes, middle, slowest, alpha=0.15, color=line.get_color())
-    speed.set(xscale="log", xlabel="MiB a transfer", ylabel="GB/s", title="throughput (dotted: the limit)")
+    speed.set(
+        xscale="log", xlabel="MiB a transfer", ylabel="GB/s", title="throughput (dotted: the limit, dashed: rivals)"
+    )
     delay.set(xscale="log", yscale="log", xlabel="MiB a transfer", ylabel="ms", title="latency (p50 to p99)")
     speed.set_ylim(bottom=0)
     if speed.lines:
         speed.legend(fontsize="small")
     figure.suptitle(f"kvferry {report.kvferry}, {report.model}, blocks of {report.block_bytes >> 10} KiB")
     return figure
+
+
+def _rival_line(axes: Any, rival: str, points: list[Measured], color: str) -> None:
+    met = [(point.nbytes / (1 << 20), figure) for point in points for figure in point.rivals if figure.rival == rival]
+    if met:
+        sizes, speeds = [size for size, _ in met], [figure.gb_per_s for _, figure in met]
+        axes.plot(sizes, speeds, linestyle="--", marker="x", color=color, label=rival)
 
 
 def _page(report: Report, picture: str) -> str:

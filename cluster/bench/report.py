@@ -10,11 +10,12 @@ from rich.table import Table
 
 from cluster.bench.case import Case
 from cluster.bench.limit import Limit
+from cluster.bench.rivals.contest import RivalFigure, RivalState
 from cluster.bench.statistics import Latency
 from protocol.errors import ConfigError
 from protocol.layout import KVLayout
 
-VERSION = 1
+VERSION = 2
 MIB = 1 << 20
 
 
@@ -29,6 +30,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         limit: what it is held against.
         limit_gb_per_s: the limit's figure for the same bytes, from the same rounds.
         ratio: share of the limit's speed, the median over the rounds.
+        rivals: the same work by others, in the same rounds.
     """
 
     blocks: int
@@ -39,6 +41,11 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     limit: Limit
     limit_gb_per_s: float
     ratio: float
+    rivals: tuple[RivalFigure, ...] = ()
+
+    def ratio_to(self, rival: str) -> float | None:
+        """Our speed over a rival's, where it took part."""
+        return next((figure.ratio for figure in self.rivals if figure.rival == rival), None)
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -87,6 +94,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         model: preset, or name of the directory.
         layout, block_bytes: of both pools.
         limits: how each limit was measured.
+        rivals: the invited ones, as they took part in each transport's cases.
         complete: False when the run was cut short.
     """
 
@@ -98,6 +106,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     block_bytes: int
     settings: Settings
     limits: dict[str, str]
+    rivals: tuple[RivalState, ...] = ()
     outcomes: tuple[Outcome, ...]
     complete: bool
 
@@ -126,10 +135,14 @@ def outcome_table(report: Report) -> Table:
         table.add_column(heading, justify="left" if heading in ("transport", "blocks", "way") else "right")
     for heading in ("p50 ms", "p90 ms", "p99 ms", "GB/s", "limit", "GB/s", "ratio", "rounds"):
         table.add_column(heading, justify="right", no_wrap=True)
+    rivals = rivals_of(report)
+    for rival in rivals:
+        table.add_column(f"/{rival}", justify="right", no_wrap=True)
     for outcome in report.outcomes:
         case, found = outcome.case, outcome.measured
         if found is None:
             continue
+        ratios = [found.ratio_to(rival) for rival in rivals]
         latency = (found.latency.p50, found.latency.p90, found.latency.p99)
         table.add_row(
             case.transport,
@@ -144,8 +157,15 @@ def outcome_table(report: Report) -> Table:
             f"{found.limit_gb_per_s:.2f}",
             f"{found.ratio:.2f}",
             str(found.rounds),
+            *("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
         )
     return table
+
+
+def rivals_of(report: Report) -> list[str]:
+    """Rivals that some case has figures of."""
+    figures = [figure for outcome in report.outcomes if outcome.measured for figure in outcome.measured.rivals]
+    return list(dict.fromkeys(figure.rival for figure in figures))
 
 
 def remarks(report: Report) -> list[str]:
@@ -154,6 +174,11 @@ def remarks(report: Report) -> list[str]:
     lines = [f"limit {name}: {text}" for name, text in report.limits.items() if name in used]
     if used:
         lines.append("ratio: median over the rounds of limit time / transport time; percentiles by nearest rank")
+    for state in dict.fromkeys(report.rivals):
+        if state.reason:
+            lines.append(f"vs {state.rival}: {state.reason}")
+        else:
+            lines.append(f"/{state.rival}: our speed over that of {state.rival} {state.version}, {state.settings}")
     reasons: dict[str, list[Outcome]] = {}
     for outcome in report.outcomes:
         if outcome.state == "skipped":

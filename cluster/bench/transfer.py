@@ -22,7 +22,8 @@ from cluster.bench.plot import check_plot, write_plot
 from cluster.bench.preset import layout_of
 from cluster.bench.progress import CaseProgress
 from cluster.bench.report import Machine, Outcome, Report, Settings, outcome_table, remarks, write_json
-from cluster.bench.run import Effort, OnCase, OnOutcome, run
+from cluster.bench.rivals.contest import Invitation, OnRival, RivalState
+from cluster.bench.run import NOBODY, Effort, OnCase, OnOutcome, run
 from cluster.signals import run_until_terminated
 from kv_transfer.transport import TransportConfig
 from protocol.errors import ConfigError
@@ -30,6 +31,7 @@ from protocol.errors import ConfigError
 TRANSPORT_TIMEOUT_SECONDS = 10.0
 POOLS_HERE = 2
 """The sender's pool, and the one that the memory copy goes to."""
+POOLS_PER_RIVAL = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,7 @@ class Options:
 
     Attributes:
         peer: the far end's host and port; None makes one in a second process here.
+        rivals: measured beside, all on this machine.
     """
 
     model: str
@@ -52,6 +55,7 @@ class Options:
     peer: tuple[str, int] | None
     json: Path | None
     plot: Path | None
+    rivals: Invitation = NOBODY
 
 
 def parse_place(text: str, *, field: str) -> tuple[str, int]:
@@ -90,10 +94,13 @@ def measure_transfers(options: Options, console: Console) -> bool:
         ConfigError: an option cannot be; said before anything is started.
         ConnectionFailed: the far end does not answer.
     """
+    if options.rivals.names and options.peer is not None:
+        raise ConfigError("--vs measures on one machine, and --connect between two: give one of them", field="vs")
     layout = layout_of(options.model, block_size=options.block_size, dtype=options.dtype)
     cases = options.grid.cases()
     blocks = pool_blocks(cases, layout, limit=options.max_pool)
-    memory.check_room(layout.pool_bytes(blocks) * (POOLS_HERE + (options.peer is None)))
+    pools = POOLS_HERE + (options.peer is None) + POOLS_PER_RIVAL * len(options.rivals.names)
+    memory.check_room(layout.pool_bytes(blocks) * pools)
     for file, name in ((options.json, "json"), (options.plot, "plot")):
         if file is not None and not file.absolute().parent.is_dir():
             raise ConfigError(f"{name}: there is no folder {file.absolute().parent}", field=name)
@@ -105,6 +112,7 @@ def measure_transfers(options: Options, console: Console) -> bool:
         config = TransportConfig(timeout=timeout, streams=options.streams)
     setup = Setup(layout, blocks, config, options.seed)
     outcomes: list[Outcome] = []
+    states: list[RivalState] = []
     complete = False
     try:
         with CaseProgress(len(cases), Console(stderr=True)) as progress:
@@ -114,31 +122,39 @@ def measure_transfers(options: Options, console: Console) -> bool:
                 progress.finish(outcome)
 
             effort = Effort(options.seconds, options.time_limit)
-            run_until_terminated(_run(options, cases, setup, effort, progress.show, keep))
+            run_until_terminated(_run(options, cases, setup, effort, progress.show, keep, states.append))
         complete = True
     finally:
         if outcomes:
-            report = _report(options, setup, tuple(outcomes), complete)
+            report = _report(options, setup, tuple(outcomes), tuple(states), complete)
             _tell(report, console)
             if options.json is not None:
                 write_json(report, options.json)
             if options.plot is not None:
                 write_plot(report, options.plot)
-    states = {outcome.state for outcome in outcomes}
-    return "failed" not in states and "measured" in states
+    ends = {outcome.state for outcome in outcomes}
+    return "failed" not in ends and "measured" in ends
 
 
 async def _run(
-    options: Options, cases: list[Case], setup: Setup, effort: Effort, on_case: OnCase, on_outcome: OnOutcome
+    options: Options,
+    cases: list[Case],
+    setup: Setup,
+    effort: Effort,
+    on_case: OnCase,
+    on_outcome: OnOutcome,
+    on_rival: OnRival,
 ) -> None:
     async with AsyncExitStack() as stack:
         where = options.peer
         if where is None:
             where = await stack.enter_async_context(local_peer(options.max_pool))
-        await run(cases, where, setup, effort, on_case, on_outcome)
+        await run(cases, where, setup, effort, on_case, on_outcome, rivals=options.rivals, on_rival=on_rival)
 
 
-def _report(options: Options, setup: Setup, outcomes: tuple[Outcome, ...], complete: bool) -> Report:
+def _report(
+    options: Options, setup: Setup, outcomes: tuple[Outcome, ...], rivals: tuple[RivalState, ...], complete: bool
+) -> Report:
     return Report(
         kvferry=version("kvferry"),
         machine=Machine(
@@ -160,6 +176,7 @@ def _report(options: Options, setup: Setup, outcomes: tuple[Outcome, ...], compl
             two_machines=options.peer is not None,
         ),
         limits=dict(LIMITS),
+        rivals=rivals,
         outcomes=outcomes,
         complete=complete,
     )

@@ -106,7 +106,9 @@ class ShmSender(Sender):
             if summed:
                 frame += await self._sum(ship, frame, spans)
             channel = self._channel(address)
-            await asyncio.wait({channel.opened, done}, return_when=asyncio.FIRST_COMPLETED)
+            if not channel.opened.done():
+                # Only then: asyncio.wait takes a turn of the loop even for what is done.
+                await asyncio.wait({channel.opened, done}, return_when=asyncio.FIRST_COMPLETED)
             if not done.done():
                 channel.opened.result()
                 await self._await_answer(ship, slot, channel, frame, done)

@@ -18,9 +18,11 @@ do on this machine.
 from __future__ import annotations
 
 from kv_transfer.transport import Receiver, Sender, TransportConfig
+from kv_transfer.ucx.library import library
 from kv_transfer.ucx.receiver import UcxReceiver
 from kv_transfer.ucx.report import Report, describe
 from kv_transfer.ucx.sender import UcxSender
+from protocol.errors import ConfigError
 
 
 def receiver(bind: str, memory: memoryview, config: TransportConfig) -> Receiver:
@@ -33,4 +35,13 @@ def sender(memory: memoryview, config: TransportConfig) -> Sender:
     return UcxSender(memory, config)
 
 
-__all__ = ["Report", "UcxReceiver", "UcxSender", "describe", "receiver", "sender"]
+def why_unusable() -> str | None:
+    """Why UCX cannot be used here; None when it can. Builds the shim if it is not there yet."""
+    try:
+        library()
+    except ConfigError as error:
+        return error.message
+    return None
+
+
+__all__ = ["Report", "UcxReceiver", "UcxSender", "describe", "receiver", "sender", "why_unusable"]

@@ -9,15 +9,40 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from kv_transfer.transport import TransportConfig
-from kv_transfer.ucx.delivery import Line, Parcel
 from kv_transfer.ucx.loop_thread import settled
 from protocol.errors import ChannelLost, KVFerryError, TransferError
 
 
-class Destination:
+class Parcel(Protocol):
+    """One part of a ship, as far as the wait for a channel is concerned."""
+
+    @property
+    def stopped(self) -> asyncio.Future[TransferError]:
+        """Set to the error with which its ship was stopped."""
+
+
+P = TypeVar("P", bound=Parcel)
+Sent = TypeVar("Sent", contravariant=True)
+
+
+class Line(Protocol[Sent]):
+    """A channel that carries parcels, one at a time."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it may carry another one."""
+
+    async def deliver(self, parcel: Sent, /) -> None:
+        """Have the peer take a parcel; raises what :meth:`~kv_transfer.transport.Sender.ship` does."""
+
+    async def close(self) -> None:
+        """End it."""
+
+
+class Destination(Generic[P]):
     """See the module.
 
     Args:
@@ -26,16 +51,16 @@ class Destination:
         open_line: makes one more channel.
     """
 
-    def __init__(self, address: str, config: TransportConfig, open_line: Callable[[], Awaitable[Line]]) -> None:
+    def __init__(self, address: str, config: TransportConfig, open_line: Callable[[], Awaitable[Line[P]]]) -> None:
         self._address = address
         self._config = config
         self._open_line = open_line
-        self._idle: list[Line] = []
-        self._lines: set[Line] = set()
+        self._idle: list[Line[P]] = []
+        self._lines: set[Line[P]] = set()
         self._opening = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
 
-    async def send(self, parcel: Parcel) -> None:
+    async def send(self, parcel: P) -> None:
         """Deliver a parcel; when this returns or raises, nobody reads the pool for it any more."""
         try:
             line = await self._line(parcel)
@@ -58,7 +83,7 @@ class Destination:
         self._lines.clear()
         self._idle.clear()
 
-    async def _line(self, parcel: Parcel) -> Line:
+    async def _line(self, parcel: P) -> Line[P]:
         while True:
             if parcel.stopped.done():
                 raise parcel.stopped.result()
@@ -73,7 +98,7 @@ class Destination:
                     return opened
             await self._turn(parcel)
 
-    async def _opened(self, parcel: Parcel) -> Line | None:
+    async def _opened(self, parcel: P) -> Line[P] | None:
         self._opening += 1
         opening = asyncio.ensure_future(self._open_line())
         try:
@@ -97,7 +122,7 @@ class Destination:
         self._lines.add(line)
         return line
 
-    async def _turn(self, parcel: Parcel) -> None:
+    async def _turn(self, parcel: P) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
         either: set[asyncio.Future[Any]] = {turn, parcel.stopped}
@@ -109,7 +134,7 @@ class Destination:
         else:
             self._waiting.remove(turn)
 
-    async def _put_back(self, line: Line) -> None:
+    async def _put_back(self, line: Line[P]) -> None:
         if line.alive:
             self._idle.append(line)
         else:

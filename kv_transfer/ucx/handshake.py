@@ -13,12 +13,12 @@ from kv_transfer.ucx.library import Context
 
 async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, config: TransportConfig) -> hello.Met:
     """The sender's side. Errors as :func:`kv_transfer.hello.greet`."""
-    return await _held(hello.greet(_party(config)), reader, writer)
+    return await held(hello.greet(_party(config)), reader, writer)
 
 
 async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, config: TransportConfig) -> hello.Met:
     """The receiver's side. Errors as :func:`kv_transfer.hello.admit`."""
-    return await _held(hello.admit(_party(config)), reader, writer)
+    return await held(hello.admit(_party(config)), reader, writer)
 
 
 def opened(context: Context, met: hello.Met) -> Channel:
@@ -37,11 +37,8 @@ def own_worker(channel: Channel, version: str) -> wire.Worker:
     return wire.Worker(wire.ucx_release(version), channel.address())
 
 
-def _party(config: TransportConfig) -> hello.Party:
-    return hello.Party("ucx", (wire.LOWEST_VERSION, wire.HIGHEST_VERSION), config)
-
-
-async def _held(talk: hello.Talk, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> hello.Met:
+async def held(talk: hello.Talk, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> hello.Met:
+    """One side of a hello on one of asyncio's connections. Errors as those of the side."""
     heard: bytes | None = None
     while True:
         try:
@@ -54,3 +51,7 @@ async def _held(talk: hello.Talk, reader: asyncio.StreamReader, writer: asyncio.
         else:
             writer.write(asked)
             heard = b""
+
+
+def _party(config: TransportConfig) -> hello.Party:
+    return hello.Party("ucx", (wire.LOWEST_VERSION, wire.HIGHEST_VERSION), config)

@@ -96,6 +96,7 @@ class Context:
     Args:
         address, length: of the memory, which the caller keeps alive.
         writable: whether it is received into; else it is sent from.
+        tls: what UCX may go by; empty leaves it to UCX.
 
     Attributes:
         handle, memory: for channels.
@@ -104,10 +105,10 @@ class Context:
         ConfigError: UCX is not here, does not start, or cannot register the memory.
     """
 
-    def __init__(self, address: int, length: int, *, writable: bool) -> None:
+    def __init__(self, address: int, length: int, *, writable: bool, tls: str = "") -> None:
         self.library = library()
         calls = self.library.calls
-        flat = [text.encode() for pair in tuning.settings().items() for text in pair]
+        flat = [text.encode() for pair in tuning.settings(tls=tls).items() for text in pair]
         handle, memory = _POINTER(), _POINTER()
         self._configured(
             calls.kvf_context_new((ctypes.c_char_p * len(flat))(*flat), len(flat) // 2, ctypes.byref(handle)),

@@ -57,7 +57,7 @@ class UcxReceiver(Receiver):
         name = self._listener.getsockname()
         self._address = form(name[0], name[1])
         try:
-            self._context = Context(base, nbytes, writable=True)
+            self._context = Context(base, nbytes, writable=True, tls=config.ucx_tls)
         except ConfigError:
             self._listener.close()
             raise

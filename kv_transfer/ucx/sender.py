@@ -51,8 +51,8 @@ class UcxSender(Sender):
         self._config = config
         self._book = ShipBook()
         self._closed = False
-        self._context = Context(*self._pool, writable=False)
-        self._destinations: dict[str, Destination] = {}
+        self._context = Context(*self._pool, writable=False, tls=config.ucx_tls)
+        self._destinations: dict[str, Destination[Parcel]] = {}
         self._thread = LoopThread("kv-ucx-send")
 
     async def ship(
@@ -123,7 +123,7 @@ class UcxSender(Sender):
             await asyncio.sleep(0)
         return checksum.digest()
 
-    async def _destination(self, address: str) -> Destination:
+    async def _destination(self, address: str) -> Destination[Parcel]:
         if address not in self._destinations:
             endpoint = await resolve(address)
             self._destinations.setdefault(

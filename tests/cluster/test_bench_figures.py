@@ -16,6 +16,7 @@ from cluster.bench.case import (
     CHUNK_TOKENS,
     MAX_TOKENS,
     TABLES,
+    UCX_HELD,
     WAYS,
     Case,
     Grid,
@@ -195,8 +196,41 @@ def test_an_unknown_model_is_told_the_presets() -> None:
 
 
 def test_every_limit_is_explained() -> None:
-    assert {limit_of(scheme, same_host=same) for scheme in ("tcp", "shm") for same in (True, False)} == set(LIMITS)
-    assert limit_of("tcp", same_host=True) == limit_of("shm", same_host=False) == "socket"
+    found = {
+        limit_of(transport, same_host=same, perftest=perftest)
+        for transport in ("tcp", "shm", *UCX_HELD)
+        for same in (True, False)
+        for perftest in (True, False)
+    }
+    assert found == set(LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("transport", "same_host", "perftest", "limit"),
+    [
+        ("tcp", True, True, "socket"),
+        ("ucx", True, True, "memcpy"),
+        ("ucx:shm", True, True, "memcpy"),
+        ("ucx:tcp", True, True, "ucx_perftest"),
+        ("ucx:tcp", True, False, "socket"),
+        ("ucx:tcp", False, True, "socket"),
+        ("shm", False, True, "socket"),
+    ],
+)
+def test_a_transport_is_held_against_its_own_road(transport: str, same_host: bool, perftest: bool, limit: str) -> None:
+    assert limit_of(transport, same_host=same_host, perftest=perftest) == limit
+
+
+def test_ucx_may_be_held_to_one_of_its_transports() -> None:
+    held = {case.transport: (case.scheme, case.ucx_tls) for case in grid(transports=("ucx", *UCX_HELD, "tcp")).cases()}
+    assert held == {
+        "ucx": ("ucx", ""),
+        "ucx:tcp": ("ucx", "tcp"),
+        "ucx:shm": ("ucx", "shm"),
+        "tcp": ("tcp", ""),
+    }
+    with pytest.raises(UnknownTransport, match=r"no transport 'ucx:rc'; known: .*ucx:shm, ucx:tcp"):
+        grid(transports=("ucx:rc",))
 
 
 def timings(ttft_s: float) -> Timings:

@@ -9,7 +9,8 @@ import pytest
 
 from cluster.bench.case import Case
 from cluster.bench.plot import SUFFIXES, check_plot, series, write_plot
-from cluster.bench.report import Machine, Measured, Outcome, Report, Settings, remarks
+from cluster.bench.report import Machine, Measured, Outcome, Report, Settings, outcome_table, remarks
+from cluster.bench.rivals.contest import RivalFigure, RivalState
 from cluster.bench.statistics import latency
 from protocol.errors import ConfigError
 from protocol.layout import KVLayout
@@ -17,7 +18,7 @@ from protocol.layout import KVLayout
 LAYOUT = KVLayout(num_layers=2, kv_heads=1, head_dim=2, block_size=16)
 
 
-def outcome(tokens: int, transport: str = "tcp") -> Outcome:
+def outcome(tokens: int, transport: str = "tcp", *rivals: RivalFigure) -> Outcome:
     case = Case(transport=transport, tokens=tokens, table="scattered", way="whole", concurrency=1)
     measured = Measured(
         blocks=tokens // 16,
@@ -28,11 +29,12 @@ def outcome(tokens: int, transport: str = "tcp") -> Outcome:
         limit="socket",
         limit_gb_per_s=2.0,
         ratio=0.5,
+        rivals=rivals,
     )
     return Outcome(case=case, state="measured", measured=measured)
 
 
-def report(*outcomes: Outcome, complete: bool = True) -> Report:
+def report(*outcomes: Outcome, complete: bool = True, rivals: tuple[RivalState, ...] = ()) -> Report:
     return Report(
         kvferry="0",
         machine=Machine(system="s", processor="p", cores=2, memory_bytes=1, python="3"),
@@ -41,6 +43,7 @@ def report(*outcomes: Outcome, complete: bool = True) -> Report:
         block_bytes=LAYOUT.block_bytes,
         settings=Settings(seconds=1.0, time_limit=1.0, streams=1, seed=0, max_pool=1, two_machines=False),
         limits={"socket": "a <b>", "memcpy": "unused"},
+        rivals=rivals,
         outcomes=outcomes,
         complete=complete,
     )
@@ -64,6 +67,24 @@ def test_a_line_is_of_one_kind_by_growing_size() -> None:
     }
 
 
+MET = RivalFigure(rival="nixl", mode="READ", latency=latency([0.002]), gb_per_s=0.5, ratio=2.25)
+STATES = (
+    RivalState(rival="nixl", version="1.5", settings="how"),
+    RivalState(rival="nixl", version="1.5", settings="how"),
+    RivalState(rival="mooncake", reason="mooncake is not installed"),
+)
+
+
+def test_a_rival_has_a_column_and_a_remark() -> None:
+    found = report(outcome(16, "tcp", MET), outcome(32), rivals=STATES)
+    table = outcome_table(found)
+    assert table.columns[-1].header == "/nixl"
+    assert list(table.columns[-1].cells) == ["2.25", "-"]
+    said = remarks(found)
+    assert said.count("/nixl: our speed over that of nixl 1.5, how") == 1
+    assert said.count("vs mooncake: mooncake is not installed") == 1
+
+
 def test_remarks_name_what_the_table_needs_and_each_reason_once() -> None:
     said = remarks(report(outcome(16), *SKIPPED, complete=False))
     assert said[0] == "limit socket: a <b>"
@@ -84,13 +105,14 @@ def test_a_plot_needs_a_known_ending_and_the_extra(tmp_path: Path, monkeypatch: 
 def test_a_plot_is_written(suffix: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra 'plot' is not installed")
     file = tmp_path / f"x{suffix}"
-    write_plot(report(outcome(16), outcome(64), *SKIPPED), file)
+    write_plot(report(outcome(16, "tcp", MET), outcome(64), outcome(16, "shm"), *SKIPPED), file)
     content = file.read_bytes()
     if suffix == ".png":
         assert content.startswith(b"\x89PNG")
     else:
         assert b"<svg" in content
     if suffix == ".html":
+        assert b"<!-- nixl -->" in content
         assert b"a &lt;b&gt;" in content
         assert b"http-equiv" not in content
         assert b"<script" not in content

@@ -53,6 +53,7 @@ def test_a_model_alone_is_a_whole_configuration() -> None:
         ("model: m\ntransfer: {transport: 'tcp://'}", "transfer.transport", "'tcp://'"),
         ("model: m\ntransfer: {transport: pigeon}", "transfer.transport", "'pigeon'"),
         ("model: m\ntransfer: {transport: inproc}", "transfer.transport", "'inproc'"),
+        ("model: m\ntransfer: {wire_dtype: fp4}", "transfer.wire_dtype", "'fp4'"),
         ("model: m\ntransfer: {lease_ttl: 0}", "transfer.lease_ttl", "got 0"),
         ("model: m\nray: {object_store_memory: 1}", "ray.object_store_memory", "got 1"),
         ("model: m\nray: {start_timeout: .nan}", "ray.start_timeout", "nan"),
@@ -194,8 +195,10 @@ def test_a_secret_is_in_no_text_that_might_be_logged() -> None:
 def test_a_role_overrides_the_shared_engine() -> None:
     config = parse_config(
         "model: m\nengine: {num_blocks: 64, block_size: 8}\n"
-        "transfer: {streams: 3, timeout: 4, transport: tcp, checksum: true, layers_per_ship: 9}\n"
-        "prefill: {engine: {num_blocks: 32}, threads: 3, limits: {max_waiting: 7}}\n"
+        "transfer: {streams: 3, timeout: 4, transport: tcp, checksum: true,"
+        " layers_per_ship: 9, wire_dtype: float8_e4m3}\n"
+        "prefill: {engine: {num_blocks: 32}, threads: 3, limits: {max_waiting: 7, staging_bytes: 1048576}}\n"
+        "decode: {engine: {block_size: 32, order: HND, dtype: float32}}\n"
         "router: {limits: {max_attempts: 9}}"
     )
     orders = {order.name: order for order in worker_orders(config, ("tcp://h:1",), SECRET)}
@@ -205,6 +208,8 @@ def test_a_role_overrides_the_shared_engine() -> None:
     assert (prefill.name, prefill.model_name, prefill.routers) == ("prefill-0", "m", ("tcp://h:1",))
     assert (prefill.bind_host, prefill.layers_per_ship) == ("10.0.0.1", 9)
     decode = decode_config(orders["decode-0"], MODEL, "10.0.0.1")
+    assert (prefill.staging_bytes, decode.wire_dtype) == (1 << 20, "float8_e4m3")
+    assert (decode.engine.block_size, decode.engine.order, decode.engine.dtype) == (32, "HND", "float32")
     assert (decode.engine.num_blocks, decode.transport, decode.transfer_timeout) == (64, "tcp", 4)
     for worker in (prefill, decode):
         assert (worker.transfer_checksum, worker.transfer_secret) == (True, SECRET)
@@ -221,6 +226,7 @@ def test_a_role_overrides_the_shared_engine() -> None:
         ("model: m\nprefill: {limits: {max_wait: 1}}", "prefill.limits.max_wait"),
         ("model: m\nprefill: {limits: {name: x}}", "prefill.limits.name"),
         ("model: m\ndecode: {limits: {max_waiting: 0}}", "decode.max_waiting"),
+        ("model: m\nprefill: {limits: {staging_bytes: 1}}", "prefill.staging_bytes"),
         ("model: m\nrouter: {limits: {policy: best}}", "router.policy"),
     ],
 )

@@ -7,6 +7,7 @@ from types import ModuleType
 
 from engine.shared_memory import allocate
 from kv_transfer import hello
+from kv_transfer.carried import wire as carried_wire
 from kv_transfer.hello import Party
 from kv_transfer.shm import endpoint, sealed
 from kv_transfer.shm import wire as shm_wire
@@ -17,7 +18,13 @@ from kv_transfer.transport import TransportConfig, scheme_of
 from kv_transfer.ucx import wire as ucx_wire
 from kv_transfer.ucx.library import library
 
-WIRE: dict[str, ModuleType] = {"shm": shm_wire, "tcp": tcp_wire, "ucx": ucx_wire}
+WIRE: dict[str, ModuleType] = {
+    "shm": shm_wire,
+    "tcp": tcp_wire,
+    "ucx": ucx_wire,
+    "ucxx": carried_wire,
+    "nixl": carried_wire,
+}
 NETWORKED = tuple(WIRE)
 """Schemes whose connections begin with the hello."""
 PATIENCE = 10

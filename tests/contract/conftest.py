@@ -7,11 +7,14 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
+from carrier_here import need_library
 from far_process import LARGE, MANY, FarEnd, Start
 from ferry import Harbor, Quay
 from namespaces import Lan
 from sites import Sites, Way, ways
 from ucx_here import need_ucx
+
+from kv_transfer.carried.library import LIBRARIES
 
 MakeHarbor = Callable[..., Harbor]
 MakeQuay = Callable[..., Quay]
@@ -35,6 +38,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, sites: 
         need_ucx()
         if found.tls:
             monkeypatch.setenv("UCX_TLS", found.tls)
+    if found.scheme in LIBRARIES:
+        need_library(found.scheme)
     if found.apart:
         sites.spread(Lan.joined())
     yield found
@@ -52,8 +57,9 @@ def scheme(way: Way) -> str:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test of the contract, known by its fixture ``scheme``, goes every way."""
     if {"scheme", "way"} <= set(metafunc.fixturenames):
-        everywhere = [Way("inproc"), Way("shm"), Way("tcp"), Way("tcp", apart=True), Way("ucx")]
-        metafunc.parametrize("way", ways(*everywhere, Way("ucx", "tcp", apart=True)), indirect=True)
+        here = [Way(scheme) for scheme in ("inproc", "shm", "tcp", "ucx", "ucxx", "nixl")]
+        apart = [Way("tcp", apart=True), Way("ucx", "tcp", apart=True)]
+        metafunc.parametrize("way", ways(*here, *apart), indirect=True)
 
 
 @pytest.fixture(params=["shm", "tcp", pytest.param("ucx", marks=pytest.mark.ucx)])
@@ -61,6 +67,16 @@ def wired(request: pytest.FixtureRequest) -> str:
     """A transport whose connections begin with the hello."""
     if request.param == "ucx":
         need_ucx()
+    return str(request.param)
+
+
+@pytest.fixture(params=["shm", "tcp", pytest.param("ucx", marks=pytest.mark.ucx), "ucxx", "nixl"])
+def greeted(request: pytest.FixtureRequest) -> str:
+    """As ``wired``, with the transports of the optional libraries."""
+    if request.param == "ucx":
+        need_ucx()
+    if request.param in LIBRARIES:
+        need_library(request.param)
     return str(request.param)
 
 

@@ -28,6 +28,8 @@ BIND = {
     "shm": "shm://*",
     "tcp": "tcp://127.0.0.1:0",
     "ucx": "ucx://127.0.0.1:0",
+    "ucxx": "ucxx://127.0.0.1:0",
+    "nixl": "nixl://127.0.0.1:0",
 }
 HERE = "127.0.0.1"
 NOBODY = {"inproc": "inproc://nobody", "shm": "shm://nobody"}

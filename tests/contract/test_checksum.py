@@ -24,18 +24,18 @@ SUMMED = TransportConfig(checksum=True, streams=2)
 
 
 @pytest.mark.parametrize("count", [1, 7, 512, 4096])
-async def test_summed_ships_of_all_sizes_land(wired, harbor, quay, count: int) -> None:
-    there, here = harbor(wired, count, BLOCK, SUMMED), quay(wired, count, BLOCK, SUMMED)
+async def test_summed_ships_of_all_sizes_land(greeted, harbor, quay, count: int) -> None:
+    there, here = harbor(greeted, count, BLOCK, SUMMED), quay(greeted, count, BLOCK, SUMMED)
     await here.ship(there.address, there.open(range(count)), [(count - 1 - i, i) for i in range(count)])
     await until(lambda: there.landed)
     assert (there.pool == here.pool[::-1]).all()
 
 
 @pytest.mark.parametrize("count", [1, 256, 2048])
-async def test_a_flipped_bit_fails_the_ship_and_nothing_else(wired, harbor, quay, count: int) -> None:
-    there, here = harbor(wired, count, BLOCK, SUMMED), quay(wired, count, BLOCK, SUMMED)
+async def test_a_flipped_bit_fails_the_ship_and_nothing_else(greeted, harbor, quay, count: int) -> None:
+    there, here = harbor(greeted, count, BLOCK, SUMMED), quay(greeted, count, BLOCK, SUMMED)
     pairs = [(i, i) for i in range(count)]
-    async with damage(wired, there.address) as (address, striking):
+    async with damage(greeted, there.address) as (address, striking):
         ticket = there.open(range(count))
         striking.strikes = True
         with pytest.raises(IntegrityMismatch, match="checksum") as caught:
@@ -53,10 +53,10 @@ async def test_a_flipped_bit_fails_the_ship_and_nothing_else(wired, harbor, quay
         await here.sender.close()
 
 
-async def test_without_checksums_a_flipped_bit_goes_through(wired, harbor, quay) -> None:
+async def test_without_checksums_a_flipped_bit_goes_through(greeted, harbor, quay) -> None:
     # What the two tests above rest on: the bit is really flipped, and nothing else notices.
-    there, here = harbor(wired, 1, BLOCK), quay(wired, 1, BLOCK)
-    async with damage(wired, there.address) as (address, striking):
+    there, here = harbor(greeted, 1, BLOCK), quay(greeted, 1, BLOCK)
+    async with damage(greeted, there.address) as (address, striking):
         striking.strikes = True
         await here.ship(address, there.open([0]), [(0, 0)])
         await until(lambda: there.landed)
@@ -64,15 +64,15 @@ async def test_without_checksums_a_flipped_bit_goes_through(wired, harbor, quay)
         await here.sender.close()
 
 
-async def test_who_wants_checksums_takes_nothing_without_and_who_does_not_takes_both(wired, harbor, quay) -> None:
-    strict, lenient, plain = harbor(wired, 2, BLOCK, SUMMED), harbor(wired, 2, BLOCK), quay(wired, 2, BLOCK)
+async def test_who_wants_checksums_takes_nothing_without_and_who_does_not_takes_both(greeted, harbor, quay) -> None:
+    strict, lenient, plain = harbor(greeted, 2, BLOCK, SUMMED), harbor(greeted, 2, BLOCK), quay(greeted, 2, BLOCK)
     ticket = strict.open([0, 1])
     with pytest.raises(TicketRejected, match="nothing without a checksum"):
         await plain.ship(strict.address, ticket, [(0, 1)])
     assert strict.poisoned
-    await quay(wired, 2, BLOCK, SUMMED).ship(strict.address, ticket, [(0, 1)])
+    await quay(greeted, 2, BLOCK, SUMMED).ship(strict.address, ticket, [(0, 1)])
     ticket = lenient.open([0, 1])
-    await quay(wired, 2, BLOCK, SUMMED).ship(lenient.address, ticket, [(0, 1)])
+    await quay(greeted, 2, BLOCK, SUMMED).ship(lenient.address, ticket, [(0, 1)])
     await plain.ship(lenient.address, ticket, [(1, 0)])
 
 

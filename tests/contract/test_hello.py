@@ -53,8 +53,8 @@ async def crosses(there: Harbor, here: Quay) -> None:
     await there.receiver.close_window(ticket)
 
 
-async def test_who_knows_the_secret_is_served(wired, harbor, quay) -> None:
-    await crosses(harbor(wired, 2, BLOCK, GUARDED), quay(wired, 2, BLOCK, GUARDED))
+async def test_who_knows_the_secret_is_served(greeted, harbor, quay) -> None:
+    await crosses(harbor(greeted, 2, BLOCK, GUARDED), quay(greeted, 2, BLOCK, GUARDED))
 
 
 @pytest.mark.parametrize(
@@ -66,38 +66,38 @@ async def test_who_knows_the_secret_is_served(wired, harbor, quay) -> None:
     ],
     ids=["wrong", "none at the sender", "none at the receiver"],
 )
-async def test_who_does_not_is_refused(wired, harbor, quay, listens, dials, words: str) -> None:
-    there, here = harbor(wired, 2, BLOCK, listens), quay(wired, 2, BLOCK, dials)
+async def test_who_does_not_is_refused(greeted, harbor, quay, listens, dials, words: str) -> None:
+    there, here = harbor(greeted, 2, BLOCK, listens), quay(greeted, 2, BLOCK, dials)
     ticket = there.open([1])
     with pytest.raises(AuthenticationFailed, match=words):
         await here.ship(there.address, ticket, [(0, 1)])
     assert there.poisoned
     assert not there.landed
     assert not there.broken
-    await crosses(there, quay(wired, 2, BLOCK, listens))
+    await crosses(there, quay(greeted, 2, BLOCK, listens))
 
 
-async def test_what_another_connection_said_proves_nothing(wired, harbor, quay) -> None:
-    there, said = harbor(wired, 2, BLOCK, GUARDED), []
+async def test_what_another_connection_said_proves_nothing(greeted, harbor, quay) -> None:
+    there, said = harbor(greeted, 2, BLOCK, GUARDED), []
     first = await Caller.dial(there.address)
     first.say, say = lambda words: (said.append(words), say(words)), first.say  # type: ignore[method-assign]
-    await first.hold(hello.greet(party(wired, GUARDED)))
+    await first.hold(hello.greet(party(greeted, GUARDED)))
     first.hang_up()
     replay = await Caller.dial(there.address)
     replay.say(b"".join(said))
     heard = await replay.rest()
-    assert heard[len(hello_of(wired, GUARDED)) + CHALLENGE.size :] == REFUSED
-    await crosses(there, quay(wired, 2, BLOCK, GUARDED))
+    assert heard[len(hello_of(greeted, GUARDED)) + CHALLENGE.size :] == REFUSED
+    await crosses(there, quay(greeted, 2, BLOCK, GUARDED))
 
 
-async def test_a_hello_that_takes_too_long_is_the_end_of_it(wired, harbor) -> None:
+async def test_a_hello_that_takes_too_long_is_the_end_of_it(greeted, harbor) -> None:
     config = TransportConfig(secret=SECRET, timeout=0.3)
-    there = harbor(wired, 1, BLOCK, config)
-    mine = hello_of(wired, TransportConfig(secret=SECRET, name="n" * MAX_NAME))
+    there = harbor(greeted, 1, BLOCK, config)
+    mine = hello_of(greeted, TransportConfig(secret=SECRET, name="n" * MAX_NAME))
     for words in (b"", mine, mine + b"KVFP" + bytes(10)):
         caller = await Caller.dial(there.address)
         caller.say(words)
-        assert len(await caller.rest()) == (len(hello_of(wired, config)) + CHALLENGE.size if words else 0)
+        assert len(await caller.rest()) == (len(hello_of(greeted, config)) + CHALLENGE.size if words else 0)
     # Progress is no excuse: the limit is for the whole of it.
     slow = await Caller.dial(there.address)
     ended, left = asyncio.ensure_future(slow.rest()), iter(mine[: HELLO.size - 1])
@@ -108,10 +108,10 @@ async def test_a_hello_that_takes_too_long_is_the_end_of_it(wired, harbor) -> No
     assert not await ended
 
 
-async def test_garbage_and_forged_proofs_are_refused(wired, harbor, quay) -> None:
-    there = harbor(wired, 2, BLOCK, GUARDED)
+async def test_garbage_and_forged_proofs_are_refused(greeted, harbor, quay) -> None:
+    there = harbor(greeted, 2, BLOCK, GUARDED)
     there.open([1])
-    loop, mine = asyncio.get_running_loop(), hello_of(wired, GUARDED)
+    loop, mine = asyncio.get_running_loop(), hello_of(greeted, GUARDED)
     forged = PROOF.pack(hello.PROOF_MAGIC, bytes(32), hmac.digest(b"guess", mine, "sha256"))
     noise = st.one_of(
         st.binary(min_size=PROOF.size, max_size=300),
@@ -133,19 +133,19 @@ async def test_garbage_and_forged_proofs_are_refused(wired, harbor, quay) -> Non
 
     await asyncio.to_thread(talk)
     bare = await Caller.dial(there.address)
-    bare.say(hello_of(wired) + bytes(200))
+    bare.say(hello_of(greeted) + bytes(200))
     assert await bare.rest() in (b"", mine)
     assert there.poisoned
     assert not there.landed
-    await crosses(there, quay(wired, 2, BLOCK, GUARDED))
+    await crosses(there, quay(greeted, 2, BLOCK, GUARDED))
 
 
 @pytest.mark.parametrize("answer", ["zeros", "the sender's own", "refusal", "silence"])
-async def test_a_receiver_must_prove_itself_before_it_gets_anything(wired, quay, answer: str) -> None:
+async def test_a_receiver_must_prove_itself_before_it_gets_anything(greeted, quay, answer: str) -> None:
     received = bytearray()
 
     async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        mine = hello_of(wired, GUARDED)
+        mine = hello_of(greeted, GUARDED)
         await reader.readexactly(len(mine))
         writer.write(mine + CHALLENGE.pack(hello.CHALLENGE_MAGIC, secrets.token_bytes(32)))
         _, _, proof = PROOF.unpack(await reader.readexactly(PROOF.size))
@@ -161,20 +161,20 @@ async def test_a_receiver_must_prove_itself_before_it_gets_anything(wired, quay,
             received.extend(await reader.read())
         writer.close()
 
-    async with listening(wired, impostor) as address:
-        here = quay(wired, 1, BLOCK, GUARDED)
+    async with listening(greeted, impostor) as address:
+        here = quay(greeted, 1, BLOCK, GUARDED)
         with pytest.raises(ChannelLost if answer == "silence" else AuthenticationFailed):
             await here.ship(address, bytes(16), [(0, 0)])
         await here.sender.close()
     assert not received
 
 
-async def test_another_version_is_turned_away_with_both_named(wired, harbor, quay) -> None:
-    there, here = harbor(wired, 1, BLOCK), quay(wired, 1, BLOCK)
-    other = HELLO.pack(hello.HELLO_MAGIC, wired.encode(), 9, 12, 0, 0)
+async def test_another_version_is_turned_away_with_both_named(greeted, harbor, quay) -> None:
+    there, here = harbor(greeted, 1, BLOCK), quay(greeted, 1, BLOCK)
+    other = HELLO.pack(hello.HELLO_MAGIC, greeted.encode(), 9, 12, 0, 0)
     caller = await Caller.dial(there.address)
     caller.say(other)
-    assert await caller.rest() == hello_of(wired)
+    assert await caller.rest() == hello_of(greeted)
 
     async def newer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readexactly(HELLO.size)
@@ -185,10 +185,10 @@ async def test_another_version_is_turned_away_with_both_named(wired, harbor, qua
         writer.write(b"HTTP/1.1 400 Bad Request\r\n")
         writer.close()
 
-    low, high = party(wired).versions
+    low, high = party(greeted).versions
     ranges = f"peer speaks 9 to 12, this process {low} to {high}"
     for speak, error, words in ((newer, VersionMismatch, ranges), (stranger, MalformedFrame, "not a hello of the")):
-        async with listening(wired, speak) as address:
+        async with listening(greeted, speak) as address:
             with pytest.raises(error, match=words):
                 await here.ship(address, bytes(16), [(0, 0)])
 
@@ -203,11 +203,11 @@ async def test_another_version_is_turned_away_with_both_named(wired, harbor, qua
         "no name",
     ],
 )
-async def test_strangers_are_turned_away_and_others_served(wired, harbor, quay, words: bytes | str) -> None:
-    there, here = harbor(wired, 4, BLOCK), quay(wired, 4, BLOCK)
+async def test_strangers_are_turned_away_and_others_served(greeted, harbor, quay, words: bytes | str) -> None:
+    there, here = harbor(greeted, 4, BLOCK), quay(greeted, 4, BLOCK)
     if isinstance(words, str):
         length, name = (255, b"x" * 255) if words == "name of 255" else (4, b"\xff\n \0")
-        words = HELLO.pack(hello.HELLO_MAGIC, wired.encode(), 0, 255, 0, length) + name
+        words = HELLO.pack(hello.HELLO_MAGIC, greeted.encode(), 0, 255, 0, length) + name
     caller = await Caller.dial(there.address)
     caller.say(words)
     assert await caller.rest() == b""
@@ -216,10 +216,10 @@ async def test_strangers_are_turned_away_and_others_served(wired, harbor, quay, 
     assert (there.pool[1] == here.pool[2]).all()
 
 
-async def test_a_caller_that_only_says_hello_keeps_no_one_waiting(wired, harbor, quay) -> None:
-    there = harbor(wired, 2, BLOCK, GUARDED)
+async def test_a_caller_that_only_says_hello_keeps_no_one_waiting(greeted, harbor, quay) -> None:
+    there = harbor(greeted, 2, BLOCK, GUARDED)
     idle = [await called(there.address, GUARDED) for _ in range(3)]
-    await crosses(there, quay(wired, 2, BLOCK, GUARDED))
+    await crosses(there, quay(greeted, 2, BLOCK, GUARDED))
     for caller in idle:
         caller.hang_up()
 

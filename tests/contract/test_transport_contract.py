@@ -388,9 +388,9 @@ async def test_memory_that_will_not_do_is_refused(scheme):
 
 @pytest.mark.parametrize("address", ["pigeon://roof", "127.0.0.1:80", ""])
 def test_an_unknown_scheme_lists_the_known_ones(address: str) -> None:
-    with pytest.raises(UnknownTransport, match="inproc, shm, tcp, ucx"):
+    with pytest.raises(UnknownTransport, match="inproc, nixl, shm, tcp, ucx, ucxx"):
         make_receiver(address, memoryview(bytearray(8)))
-    with pytest.raises(UnknownTransport, match="inproc, shm, tcp, ucx"):
+    with pytest.raises(UnknownTransport, match="inproc, nixl, shm, tcp, ucx, ucxx"):
         make_sender("pigeon", memoryview(bytearray(8)))
 
 

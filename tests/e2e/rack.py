@@ -95,6 +95,7 @@ async def rack(
     transfer: dict[str, object] | None = None,
     prefill_transfer: dict[str, object] | None = None,
     decode_transfer: dict[str, object] | None = None,
+    decode_model: Path | None = None,
     ship_by: str = "auto",
     listen_by: str = "auto",
     hosts: Mapping[str, Host] | None = None,
@@ -145,7 +146,7 @@ async def rack(
             DecodeConfig(
                 name=f"decode-{index}",
                 model_name=MODEL,
-                engine=EngineConfig(model=str(model), **{**settings, **(decode_engine or {})}),  # type: ignore[arg-type]
+                engine=EngineConfig(model=str(decode_model or model), **{**settings, **(decode_engine or {})}),  # type: ignore[arg-type]
                 routers=routers,
                 transport=listen_by,
                 **{**bound("decode"), **(transfer or {}), **(decode_transfer or {})},  # type: ignore[arg-type]

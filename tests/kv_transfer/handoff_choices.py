@@ -1,10 +1,11 @@
-"""What may happen next in the handoff's test world."""
+"""What may happen next in the handoff's test world, and how it comes to rest."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from handoff_pieces import TTL, Action
+from handoff_pieces import TTL, Action, Fault, require
 
 if TYPE_CHECKING:
     from handoff_world import World
@@ -47,3 +48,29 @@ def faults(world: World) -> list[Action]:
     if spend["time"] and world.deadline() is not None:
         found += [("time", None), ("time", TTL)]
     return found
+
+
+def drain(world: World, choose: Callable[[list[Action]], Action]) -> None:
+    """No more faults: everything under way arrives, time passes, and nothing may be left."""
+    for _ in range(5000):
+        possible = progress(world)
+        if possible:
+            world.apply(choose(possible))
+        elif world.deadline() is not None:
+            world.apply(("wait", None))
+        else:
+            break
+    else:
+        raise Fault("the world does not drain")
+    check_drained(world)
+
+
+def check_drained(world: World) -> None:
+    """Nothing is held, kept or under way, and each opened import has ended once."""
+    require(world.leases.open_count == 0, "a lease is left")
+    require(world.imports.open_count == 0, "an import is left")
+    require(not world.ships and not world.windows, "a ship or a window is left")
+    for side, pool in world.pools.items():
+        require(not pool.holds, f"{side} still holds blocks: {pool.holds}")
+    for (kind, key), count in world.ends.items():
+        require(kind != "open" or world.ends.get(("end", key)) == count == 1, f"{key} opened once and ended otherwise")

@@ -11,6 +11,8 @@ from kv_transfer import instructions as do
 from protocol.ids import RequestKey
 
 Owner = tuple[str, RequestKey]
+Tokens = tuple[tuple[str, int], ...]
+"""What one layer of a block holds: request and position of each token."""
 Action = tuple[Any, ...]
 """What happens, and to whom."""
 TTL = 3.0
@@ -31,7 +33,7 @@ class Pool:
 
     size: int
     holds: dict[int, frozenset[Owner]] = field(default_factory=dict)
-    content: dict[int, dict[int, tuple[str, int]]] = field(default_factory=dict)
+    content: dict[int, dict[int, Tokens]] = field(default_factory=dict)
     generation: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
 
     @property
@@ -57,7 +59,7 @@ class Pool:
                 del self.holds[block]
                 self.content.pop(block, None)
 
-    def write(self, block: int, layers: Iterable[int], value: tuple[str, int]) -> None:
+    def write(self, block: int, layers: Iterable[int], value: Tokens) -> None:
         self.content[block] = {**self.content.get(block, {}), **dict.fromkeys(layers, value)}
 
     def move(self, source: Owner, target: Owner) -> None:
@@ -108,9 +110,9 @@ class WindowRun:
 
 @dataclass(frozen=True)
 class Request:
-    """What the router knows of one request."""
+    """What the router knows of one request; ``first_block`` counts blocks of the decode worker."""
 
-    blocks: int
+    tokens: int
     first_block: int = 0
     attempt: int = 0
     state: str = "new"

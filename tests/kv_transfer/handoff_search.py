@@ -6,7 +6,7 @@ from collections import OrderedDict, deque
 from dataclasses import replace
 from typing import Any
 
-from handoff_choices import faults, progress
+from handoff_choices import check_drained, faults, progress
 from handoff_pieces import Action, Fault
 from handoff_world import World
 
@@ -37,7 +37,7 @@ def explore(world: World, limit: int) -> tuple[int, set[str]]:
         if not sound and here.deadline() is not None:
             sound = [("wait", None)]
         if not sound:
-            here.check_drained()
+            check_drained(here)
             ends.append(number)
             outcomes |= {request.state for request in here.requests.values()}
         for action in (*sound, *faults(here)):

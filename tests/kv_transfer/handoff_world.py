@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from handoff_choices import FAULTS, progress
-from handoff_pieces import TTL, Action, Fault, Pool, Request, ShipRun, WindowRun, require
+from handoff_choices import FAULTS
+from handoff_pieces import TTL, Action, Pool, Request, ShipRun, WindowRun, require
 
 from kv_transfer import instructions as do
 from kv_transfer.imports import ImportBook
@@ -26,7 +26,6 @@ from protocol.ids import Peer, RequestKey
 from protocol.layout import KVLayout
 from protocol.messages import Abort, Grant, Handover, PrefillAddress, Refuse, Renew, Settle
 
-LAYOUT = KVLayout(num_layers=2, kv_heads=1, head_dim=1, block_size=1, dtype="float32")
 METHODS = {Grant: "grant", Renew: "renew", Settle: "settle", Abort: "abort", Handover: "handover", Refuse: "refuse"}
 
 
@@ -43,11 +42,14 @@ class World:
         pools: tuple[int, int] = (4, 4),
         attempts: int = 2,
         layered: bool = False,
+        sizes: tuple[int, int] = (1, 1),
     ) -> None:
         self.make = {"P": lease_book, "D": import_book}
         self.peers = {"P": Peer("p", 10), "D": Peer("d", 10)}
         self.leases, self.imports = lease_book(), import_book()
         self.pools = {"P": Pool(pools[0]), "D": Pool(pools[1])}
+        self.size = sizes[0]
+        self.layout = KVLayout(num_layers=2, kv_heads=1, head_dim=1, block_size=sizes[1], dtype="float32")
         self.now = 0.0
         self.requests = dict(requests)
         self.budgets = {**dict.fromkeys(FAULTS, 0), **budgets}
@@ -74,32 +76,6 @@ class World:
         getattr(self, f"_do_{kind}")(subject)
         self.leases.check_integrity()
         self.imports.check_integrity()
-
-    def drain(self, choose: Callable[[list[Action]], Action]) -> None:
-        """No more faults: everything under way arrives, time passes, and nothing may be left."""
-        for _ in range(5000):
-            possible = progress(self)
-            if possible:
-                self.apply(choose(possible))
-            elif self.deadline() is not None:
-                self.apply(("wait", None))
-            else:
-                break
-        else:
-            raise Fault("the world does not drain")
-        self.check_drained()
-
-    def check_drained(self) -> None:
-        """Nothing is held, kept or under way, and each opened import has ended once."""
-        require(self.leases.open_count == 0, "a lease is left")
-        require(self.imports.open_count == 0, "an import is left")
-        require(not self.ships and not self.windows, "a ship or a window is left")
-        for side, pool in self.pools.items():
-            require(not pool.holds, f"{side} still holds blocks: {pool.holds}")
-        for (kind, key), count in self.ends.items():
-            require(
-                kind != "open" or self.ends.get(("end", key)) == count == 1, f"{key} opened once and ended otherwise"
-            )
 
     # The router.
 
@@ -144,7 +120,8 @@ class World:
             return
         fresh = {(block, layer) for block in blocks for layer in layers}
         self.windows[ticket] = window = replace(window, reported=window.reported | fresh)
-        whole, nbytes = window.whole(blocks, range(LAYOUT.num_layers)), len(fresh) * LAYOUT.layer_bytes
+        whole = window.whole(blocks, range(self.layout.num_layers))
+        nbytes = len(fresh) * self.layout.layer_bytes
         self._run("D", self.imports.landed(ticket, whole, nbytes, self.now))
 
     def _do_drop(self, item: Action) -> None:
@@ -190,14 +167,14 @@ class World:
     # The prefill worker.
 
     def _on_prefill(self, side: str, key: RequestKey, reader: Peer) -> None:
-        blocks = self.requests[key.request_id].blocks
-        self._run("P", self.leases.open(key, reader, None, blocks, 1, TTL, self.now))
+        tokens = self.requests[key.request_id].tokens
+        self._run("P", self.leases.open(key, reader, None, tokens, self.size, TTL, self.now))
         if self.leases.is_open(key):
             self.jobs[key] = (reader, ())
 
     def _do_compute(self, key: RequestKey) -> None:
         (block,) = self.pools["P"].take(("table", key), 1)
-        self._write(key, block, range(LAYOUT.num_layers))
+        self._write(key, block, range(self.layout.num_layers))
         self._computed(key, block)
 
     def _do_begin(self, key: RequestKey) -> None:
@@ -205,12 +182,12 @@ class World:
         (block,) = self.pools["P"].take(("table", key), 1)
         self._write(key, block, range(1))
         self.begun[key] = block
-        self._run("P", self.leases.computed(key, [block], self.now, layers=Layers(1, LAYOUT)))
+        self._run("P", self.leases.computed(key, [block], self.now, layers=Layers(1, self.layout)))
 
     def _do_complete(self, key: RequestKey) -> None:
         """The step computes the other layers; if nobody wants them any more, it ends only now."""
         block = self.begun.pop(key)
-        self._write(key, block, range(1, LAYOUT.num_layers))
+        self._write(key, block, range(1, self.layout.num_layers))
         if self.jobs[key][0] is None:
             self._leave_step("P", key)
         else:
@@ -219,16 +196,15 @@ class World:
     def _write(self, key: RequestKey, block: int, layers: range) -> None:
         read = any(run.reads(block, layers) for run in self.ships.values())
         require(not read, f"{key} writes block {block} while a ship reads it")
-        require(
-            self.pools["P"].held_by(block, ("table", key)), f"{key} computes in block {block}, which is not its own"
-        )
-        self.pools["P"].write(block, layers, (key.request_id, len(self.jobs[key][1])))
+        own = self.pools["P"].held_by(block, ("table", key))
+        require(own, f"{key} computes in block {block}, which is not its own")
+        self.pools["P"].write(block, layers, self._tokens(key, len(self.jobs[key][1]), self.size))
 
     def _computed(self, key: RequestKey, block: int) -> None:
         reader, blocks = self.jobs[key]
         self.jobs[key] = (reader, (*blocks, block))
         self._run("P", self.leases.computed(key, [block], self.now))
-        if key in self.jobs and len(blocks) + 1 == self.requests[key.request_id].blocks:
+        if key in self.jobs and (len(blocks) + 1) * self.size >= self.requests[key.request_id].tokens:
             del self.jobs[key]
             self.pools["P"].drop(("table", key))
             self._run("P", self.leases.finished(key, 1, self.now))
@@ -251,7 +227,17 @@ class World:
         request = self.requests[key.request_id]
         self.ends["open", key] += 1
         opened = self.imports.open(
-            key, prefill, request.first_block, blocks, generations, request.blocks, LAYOUT, "d", ticket, TTL, self.now
+            key,
+            prefill,
+            request.first_block,
+            blocks,
+            generations,
+            request.tokens,
+            self.layout,
+            ("d",),
+            ticket,
+            TTL,
+            self.now,
         )
         self.grants[key] = (request.first_block, blocks)
         self._run("D", opened)
@@ -273,29 +259,37 @@ class World:
     def _do_step(self, ship_id: int) -> None:
         run = self.ships[ship_id]
         ship, at = run.ship, run.done
-        source, target, generation = ship.source_blocks[at], ship.target_blocks[at], ship.generations[at]
+        target, generation = ship.target_blocks[at], ship.generations[at]
         window = self.windows.get(ship.ticket)
         if window is None or (target, generation) not in zip(window.blocks, window.generations, strict=True):
             del self.ships[ship_id]
             self.bag.append(("local", "P", "ship_failed", ship.key, ship_id, TicketRejected("no such window")))
             return
-        read, written = self.pools["P"], self.pools["D"]
-        require(read.held_by(source, ("lease", ship.key), ("quarantine", ship.key)), f"{ship.key} ships a free block")
+        written = self.pools["D"]
         owners = ("import", window.key), ("quarantine", window.key)
         require(written.held_by(target, *owners), f"{ship.key} writes block {target}, which is not its own")
         require(written.generation[target] == generation, f"{ship.key} writes another life of block {target}")
+        size = self.layout.block_size
         for layer in run.layers:
-            require(layer in read.content.get(source, {}), f"{ship.key} ships a layer that is not computed")
             require((target, layer) not in window.written, f"{ship.key} writes layer {layer} of block {target} twice")
-            written.write(target, [layer], read.content[source][layer])
+            moved = [self._read(ship, token, layer) for token in ship.tokens[at * size : (at + 1) * size]]
+            written.write(target, [layer], tuple(moved))
         fresh = {(target, layer) for layer in run.layers}
         self.windows[ship.ticket] = replace(window, written=window.written | fresh)
         self.ships[ship_id] = replace(run, done=at + 1)
-        if at + 1 == len(ship.source_blocks):
+        if at + 1 == len(ship.target_blocks):
             del self.ships[ship_id]
-            nbytes = (at + 1) * len(run.layers) * LAYOUT.layer_bytes
+            nbytes = (at + 1) * len(run.layers) * self.layout.layer_bytes
             self.bag.append(("local", "D", "landed", ship.ticket, ship.target_blocks, run.layers))
             self.bag.append(("local", "P", "shipped", ship.key, ship_id, nbytes, ship.finishes, 0.0))
+
+    def _read(self, ship: do.Ship, token: int, layer: int) -> tuple[str, int]:
+        pool = self.pools["P"]
+        source = ship.source_blocks[token // self.size - ship.tokens.start // self.size]
+        held = pool.held_by(source, ("lease", ship.key), ("quarantine", ship.key))
+        require(held, f"{ship.key} ships a free block")
+        require(layer in pool.content.get(source, {}), f"{ship.key} ships a layer that is not computed")
+        return pool.content[source][layer][token % self.size]
 
     def _do_stop(self, ship_id: int) -> None:
         run = self.ships.pop(ship_id)
@@ -378,7 +372,8 @@ class World:
             self.requests[key.request_id] = replace(request, state="done")
 
     def _holds(self, block: int, key: RequestKey, logical: int) -> bool:
-        wanted = dict.fromkeys(range(LAYOUT.num_layers), (key.request_id, logical))
+        value = self._tokens(key, logical, self.layout.block_size)
+        wanted = dict.fromkeys(range(self.layout.num_layers), value)
         return self.pools["D"].content.get(block) == wanted
 
     def _book(self, side: str) -> Any:
@@ -386,7 +381,12 @@ class World:
 
     def wanted(self, key: RequestKey) -> int:
         request = self.requests[key.request_id]
-        return request.blocks - request.first_block
+        return self.layout.blocks_for(request.tokens) - request.first_block
+
+    def _tokens(self, key: RequestKey, index: int, size: int) -> tuple[tuple[str, int], ...]:
+        """What a logical block holds, by its size."""
+        last = self.requests[key.request_id].tokens
+        return tuple((key.request_id, token) for token in range(index * size, min(last, (index + 1) * size)))
 
     def deadline(self) -> float | None:
         """When time itself next does something."""

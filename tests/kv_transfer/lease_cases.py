@@ -21,6 +21,10 @@ TTL = 30.0
 ABORT = Abort(key=KEY, error=ErrorInfo.of(ImportExpired("late")))
 
 
+def of_block_size(size: int) -> KVLayout:
+    return KVLayout(num_layers=2, kv_heads=2, head_dim=4, block_size=size, dtype="float32")
+
+
 def grant(
     first_block: int = 0, blocks: tuple[int, ...] = (21, 22, 23), layout: KVLayout = LAYOUT, **changes: object
 ) -> Grant:

@@ -107,6 +107,32 @@ async def test_auto_listens_by_all_and_a_window_is_open_and_closed_in_all() -> N
         receiver.open(window(bytes(16), 3), lambda _: None, lambda *_: None)
 
 
+UCXES = ("ucx://h:1", "ucxx://h:2")
+
+
+@pytest.mark.parametrize(
+    ("offered", "lacking", "chosen", "fallbacks"),
+    [
+        (UCXES, {}, UCXES[0], 0),
+        (UCXES, {"ucx": "no compiler"}, UCXES[1], 1),
+        (UCXES[1:], {}, UCXES[1], 0),
+        (UCXES[:1], {"ucxx": "not installed"}, UCXES[0], 0),
+    ],
+)
+def test_ucxx_stands_in_for_ucx(offered: tuple[str, ...], lacking: dict[str, str], chosen: str, fallbacks: int) -> None:
+    chooser = Chooser("ucx", reach=Reach(), lacks=lacking.get)
+    assert chooser.choose(offered) == chosen
+    assert chooser.fallbacks == fallbacks
+
+
+def test_ucx_where_neither_is_here() -> None:
+    lacking = {"ucx": "no compiler", "ucxx": "not installed"}
+    with pytest.raises(ConfigError, match="transport 'ucx' cannot be used: no compiler; not installed"):
+        Chooser("ucx", lacks=lacking.get)
+    # A scheme that is named has nobody to stand in for it, and says what is wrong when it is made.
+    assert Chooser("ucxx", reach=Reach(), lacks=lacking.get).choose(UCXES) == UCXES[1]
+
+
 async def test_auto_goes_without_what_does_not_work_here() -> None:
     with pytest.raises(ConfigError, match=r"no transport can be used here: shm: .*read-only.*; tcp: .*read-only"):
         listen("auto", "127.0.0.1", memoryview(bytes(64)), TransportConfig())

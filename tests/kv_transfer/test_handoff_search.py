@@ -22,20 +22,23 @@ LIMIT = 60_000
 
 
 def world(
-    blocks: int,
+    tokens: int,
     first_block: int,
     attempts: int,
     budgets: dict[str, int],
+    sizes: tuple[int, int] = (1, 1),
     *,
     layered: bool = False,
     **books: Callable[..., object],
 ) -> World:
-    requests = {"a": Request(blocks, first_block)}
-    return World(requests, budgets, pools=(2, 2), attempts=attempts, layered=layered, **books)  # type: ignore[arg-type]
+    requests = {"a": Request(tokens, first_block)}
+    pools = -(-max(2, tokens) // sizes[0]), -(-max(2, tokens) // sizes[1])
+    settings = {"pools": pools, "attempts": attempts, "sizes": sizes, "layered": layered}
+    return World(requests, budgets, **settings, **books)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("blocks", "first_block", "attempts", "budgets"),
+    ("tokens", "first_block", "attempts", "budgets"),
     [
         (2, 0, 1, {}),
         (2, 1, 1, {"forge": 1}),
@@ -53,9 +56,9 @@ def world(
     ],
 )
 def test_no_state_is_wrong_and_every_state_drains(
-    blocks: int, first_block: int, attempts: int, budgets: dict[str, int]
+    tokens: int, first_block: int, attempts: int, budgets: dict[str, int]
 ) -> None:
-    states, outcomes = explore(world(blocks, first_block, attempts, budgets), LIMIT)
+    states, outcomes = explore(world(tokens, first_block, attempts, budgets), LIMIT)
     assert states > 50
     if attempts > 1 or not budgets.keys() - {"duplicate", "forge"}:
         # A duplicate or stale message changes nothing, and one more attempt makes good for any one fault.
@@ -80,6 +83,24 @@ def test_blocks_that_ship_by_layers(blocks: int, first_block: int, budgets: dict
     states, outcomes = explore(world(blocks, first_block, 1, budgets, layered=True), LIMIT)
     assert states > 50
     assert outcomes >= {"done"}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tokens", "first_block", "budgets"),
+    [
+        ((1, 2), 3, 0, {}),
+        ((2, 1), 3, 0, {}),
+        ((2, 3), 5, 1, {"drop": 1}),
+        ((1, 2), 2, 0, {"break": 1}),
+        ((2, 1), 2, 0, {"cancel": 1}),
+    ],
+)
+def test_blocks_of_another_size_on_the_other_side(
+    sizes: tuple[int, int], tokens: int, first_block: int, budgets: dict[str, int]
+) -> None:
+    states, outcomes = explore(world(tokens, first_block, 1, budgets, sizes), LIMIT)
+    assert states > 50
+    assert outcomes >= ({"done", "over"} if budgets else {"done"})
 
 
 @pytest.mark.parametrize(

@@ -34,22 +34,25 @@ def walk(
     lease_book: Callable[[], LeaseBook] = LeaseBook,
     import_book: Callable[[], ImportBook] = ImportBook,
     layered: bool = False,
+    sizes: tuple[int, int] = (1, 1),
 ) -> World:
     """One random run to its end."""
     rng = random.Random(seed)
     requests = {}
     for name in ("a", "b", "c", "d"):
         blocks = rng.randint(1, 3)
-        requests[name] = Request(blocks, rng.choice([0, 0, rng.randint(0, blocks)]))
+        tokens = blocks * sizes[1] - rng.randrange(sizes[1])
+        requests[name] = Request(tokens, rng.choice([0, 0, rng.randint(0, blocks)]))
     # Sound runs get a prefill pool that never makes a request give up.
-    source_blocks = 12 if faults == {} else rng.randint(5, 12)
+    source_tokens = 12 * sizes[0] * sizes[1] if faults == {} else rng.randint(5, 12) * sizes[1]
     world = World(
         requests,
         FAULTS if faults is None else faults,
         lease_book=lease_book,
         import_book=import_book,
-        pools=(source_blocks, rng.randint(3, 12)),
+        pools=(-(-source_tokens // sizes[0]), rng.randint(3, 12)),
         layered=layered,
+        sizes=sizes,
     )
     # Some runs are nearly sound, some are all trouble.
     trouble = rng.choice([0.02, 0.1, 0.3])
@@ -62,7 +65,7 @@ def walk(
             world.apply(rng.choice(possible))
         else:
             break
-    world.drain(rng.choice)
+    choices.drain(world, rng.choice)
     return world
 
 
@@ -75,6 +78,17 @@ def test_whatever_happens_nothing_is_corrupted_and_everything_drains(batch: int)
         except (Fault, KVFerryError) as error:
             pytest.fail(f"seed {seed}: {error!r}")
     assert outcomes >= {"done", "over"}, "the walk reaches both ends"
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 3), (4, 2)])
+def test_whatever_the_block_sizes(sizes: tuple[int, int]) -> None:
+    for seed in range(50):
+        try:
+            walk(seed, sizes=sizes)
+            sound = walk(seed, sizes=sizes, faults={})
+        except (Fault, KVFerryError) as error:
+            pytest.fail(f"seed {seed}: {error!r}")
+        assert {each.state for each in sound.requests.values()} == {"done"}, f"seed {seed}"
 
 
 def test_without_faults_every_request_commits() -> None:

@@ -17,6 +17,7 @@ from lease_cases import (
     grant,
     handed_over,
     kinds,
+    of_block_size,
     opened,
     refusals,
     report,
@@ -34,8 +35,7 @@ from protocol.errors import (
     InvariantViolation,
 )
 from protocol.ids import Peer, RequestKey
-from protocol.layout import KVLayout
-from protocol.messages import ErrorInfo, Grant, Handover, Refuse, Renew, Settle
+from protocol.messages import ErrorInfo, Grant, Handover, Renew, Settle
 
 
 @pytest.fixture
@@ -49,13 +49,58 @@ class TestShipping:
         book.grant(READER, grant(), 1.0)
         assert book.computed(KEY, [5, 6], 2.0) == [
             Hold(KEY, (5, 6)),
-            Ship(KEY, 0, ("inproc://d",), TICKET, LAYOUT, (5, 6), (21, 22), (121, 122)),
+            Ship(KEY, 0, ("inproc://d",), TICKET, LAYOUT, (5, 6), (21, 22), (121, 122), range(8)),
         ]
         assert book.computed(KEY, [9], 3.0) == [
             Hold(KEY, (9,)),
-            Ship(KEY, 1, ("inproc://d",), TICKET, LAYOUT, (9,), (23,), (123,)),
+            Ship(KEY, 1, ("inproc://d",), TICKET, LAYOUT, (9,), (23,), (123,), range(8, 10)),
         ]
         book.check_integrity()
+
+    @pytest.mark.parametrize(
+        ("size", "first", "blocks", "chunks"),
+        [
+            # Ten tokens in blocks of four here; of two, eight, three and sixteen there.
+            (2, 0, 5, [((5,), range(4), 2), ((6,), range(4, 8), 2), ((9,), range(8, 10), 1)]),
+            (2, 3, 2, [None, ((6,), range(6, 8), 1), ((9,), range(8, 10), 1)]),
+            (8, 0, 2, [None, ((5, 6), range(8), 1), ((9,), range(8, 10), 1)]),
+            (3, 0, 4, [((5,), range(3), 1), ((5, 6), range(3, 6), 1), ((6, 9), range(6, 10), 2)]),
+            (16, 0, 1, [None, None, ((5, 6, 9), range(10), 1)]),
+            (16, 1, 0, [None, None, None]),
+        ],
+    )
+    def test_ships_are_whole_blocks_of_the_readers_size(
+        self,
+        book: LeaseBook,
+        size: int,
+        first: int,
+        blocks: int,
+        chunks: list[tuple[tuple[int, ...], range, int] | None],
+    ) -> None:
+        opened(book)
+        layout = of_block_size(size)
+        wanted = tuple(range(40, 40 + blocks))
+        assert book.grant(READER, grant(first, wanted, layout, wire_dtype="bfloat16"), 0.0) == []
+        ships, targets = [], []
+        for block, chunk in zip((5, 6, 9), chunks, strict=True):
+            found = [each for each in book.computed(KEY, [block], 0.0) if isinstance(each, Ship)]
+            book.check_integrity()
+            assert [(each.source_blocks, each.tokens, len(each.target_blocks)) for each in found] == (
+                [chunk] if chunk else []
+            )
+            ships += found
+            targets += [block for each in found for block in each.target_blocks]
+        assert tuple(targets) == wanted
+        assert all(each.wire.block_bytes == layout.block_bytes // 2 for each in ships)
+        told = book.finished(KEY, 3, 0.0)
+        for ship in ships:
+            count = len(ship.target_blocks)
+            told = book.shipped(KEY, ship.ship_id, count * ship.wire.block_bytes, count, 0.5, 0.0)
+            book.check_integrity()
+        (send,) = told
+        assert isinstance(send, Send)
+        assert isinstance(send.message, Handover)
+        assert (send.message.blocks, send.message.nbytes) == (blocks, blocks * layout.block_bytes // 2)
 
     def test_nothing_ships_before_the_grant_and_all_of_it_then(self, book: LeaseBook) -> None:
         opened(book)
@@ -139,10 +184,8 @@ class TestRefusals:
             (grant(generations=(1, 2)), "integrity_mismatch"),
             (grant(0, (21, 21, 23)), "integrity_mismatch"),
             (grant(0, (0, 21, 23)), "integrity_mismatch"),
-            (
-                grant(layout=KVLayout(num_layers=2, kv_heads=2, head_dim=4, block_size=8, dtype="float32")),
-                "layout_mismatch",
-            ),
+            (grant(layout=of_block_size(8)), "integrity_mismatch"),
+            (grant(0, (21, 22), layout=of_block_size(2)), "integrity_mismatch"),
         ],
     )
     def test_a_grant_that_does_not_fit(self, book: LeaseBook, wrong: Grant, code: str) -> None:
@@ -150,14 +193,6 @@ class TestRefusals:
         assert refusals(book.grant(READER, wrong, 0.0)) == [code]
         assert kinds(book.computed(KEY, [5], 0.0)) == ["Hold"]
         assert kinds(book.grant(READER, grant(), 1.0)) == ["Ship"]
-
-    def test_a_layout_refusal_names_both_values(self, book: LeaseBook) -> None:
-        opened(book)
-        layout = KVLayout(num_layers=2, kv_heads=2, head_dim=4, block_size=8, dtype="float32")
-        (send,) = book.grant(READER, grant(layout=layout), 0.0)
-        assert isinstance(send, Send)
-        assert isinstance(send.message, Refuse)
-        assert "4 here, 8 there" in send.message.error.message
 
     def test_a_second_grant_does_not_replace_the_first(self, book: LeaseBook) -> None:
         shipping(book)

@@ -1,13 +1,16 @@
 """Finding UCX and building the shim: what is missing is named, what is built is kept, what is there is told."""
 
+import ctypes
 import os
 import stat
 from pathlib import Path
 
 import pytest
 
+from kv_transfer.transport import TransportConfig
 from kv_transfer.ucx import build, report, tuning
 from kv_transfer.ucx.build import Installation
+from kv_transfer.ucx.library import MAX_REPORT, Context
 from protocol.errors import ConfigError
 
 
@@ -131,3 +134,27 @@ def test_the_report_tells_of_rdma_or_why_there_is_none() -> None:
     assert "tcp" in found.transports
     assert found.rdma == (not found.reason)
     assert found.version in str(found)
+
+
+def test_what_ucx_may_go_by_is_ours_to_say() -> None:
+    assert "TLS" not in tuning.settings({})
+    assert tuning.settings({"UCX_TLS": "rc"}, tls="tcp")["TLS"] == "tcp"
+    for wrong in ("tcp\0", "TCP", "x" * 256):
+        with pytest.raises(ConfigError, match="ucx_tls must be names parted by commas"):
+            TransportConfig(ucx_tls=wrong)
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize(("tls", "found"), [("tcp", {"tcp"}), ("posix", {"posix"})])
+def test_ucx_goes_by_nothing_else(tls: str, found: set[str]) -> None:
+    here = report.describe()
+    if not here.usable:
+        pytest.skip(here.reason)
+    memory = ctypes.create_string_buffer(4096)
+    context = Context(ctypes.addressof(memory), len(memory), writable=True, tls=tls)
+    try:
+        text = ctypes.create_string_buffer(MAX_REPORT)
+        context.library.calls.kvf_describe(context.handle, None, text, len(text))
+    finally:
+        context.free()
+    assert set(report.resources(text.value.decode())) == found

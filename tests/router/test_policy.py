@@ -13,7 +13,8 @@ from protocol.layout import KVLayout
 from router.policy import POLICIES, Demand, Snapshot, mismatch, place
 from router.registry import Worker
 
-OTHER = KVLayout(num_layers=2, kv_heads=2, head_dim=8, block_size=8)
+OTHER = KVLayout(num_layers=2, kv_heads=4, head_dim=8, block_size=4)
+CONVERTIBLE = KVLayout(num_layers=2, kv_heads=2, head_dim=8, block_size=8, dtype="float32", order="HND")
 
 
 def pick(
@@ -72,7 +73,7 @@ def test_an_exclusion_names_one_incarnation() -> None:
     assert pick(workers, needs_decode=False, excluded=frozenset({Peer("p0", 1)})) == ("p0", None)
 
 
-def test_workers_of_another_layout_are_not_paired() -> None:
+def test_workers_of_another_geometry_are_not_paired() -> None:
     workers = [
         worker("d0", "decode", layout=OTHER),
         worker("d1", "decode", running=40),
@@ -80,8 +81,18 @@ def test_workers_of_another_layout_are_not_paired() -> None:
         worker("p1", "prefill", layout=OTHER, waiting_tokens=9),
     ]
     assert pick(workers) == ("p0", "d1")
-    with pytest.raises(NoWorkerAvailable, match="same KV layout"):
+    with pytest.raises(NoWorkerAvailable, match=r"p0 \(here\) and d0 \(there\): kv_heads: 2 here, 4 there"):
         pick([workers[0], workers[2]])
+
+
+def test_load_decides_among_workers_whose_layouts_can_be_converted() -> None:
+    workers = [
+        worker("d0", "decode", layout=CONVERTIBLE),
+        worker("d1", "decode", running=1),
+        worker("p0", "prefill"),
+    ]
+    assert pick(workers) == ("p0", "d0")
+    assert mismatch(profile("prefill"), profile("decode", layout=CONVERTIBLE)) is None
 
 
 def test_workers_of_another_model_are_left_out() -> None:
@@ -108,7 +119,7 @@ def test_a_request_of_one_token_needs_no_decode_worker() -> None:
 
 def test_a_mismatch_names_both_values() -> None:
     reason = mismatch(profile("prefill"), profile("decode", layout=OTHER))
-    assert reason == "block_size: 4 here, 8 there"
+    assert reason == "kv_heads: 2 here, 4 there"
     assert mismatch(profile("prefill"), profile("decode", model="b")) == "model: 'tiny' here, 'b' there"
     assert mismatch(profile("prefill", layout=LAYOUT), profile("decode")) is None
 
@@ -126,7 +137,7 @@ _workers = st.lists(
         ),
         index=st.integers(0, 99),
         role=st.sampled_from(["prefill", "decode"]),
-        layout=st.sampled_from([LAYOUT, OTHER]),
+        layout=st.sampled_from([LAYOUT, CONVERTIBLE, OTHER]),
         lost=st.sampled_from(["", "gone"]),
         draining=st.booleans(),
         load=st.integers(0, 5),
@@ -147,7 +158,7 @@ def test_a_placement_is_always_able_and_found_when_there_is_one(
         (left, right)
         for left in prefill
         for right in able
-        if right.profile.role == "decode" and left.profile.layout == right.profile.layout
+        if right.profile.role == "decode" and left.profile.layout.kv_heads == right.profile.layout.kv_heads
     ]
     possible = bool(pairs) if needs_decode else bool(prefill)
     snapshot, demand = Snapshot(workers, {}, MODEL), Demand(needs_decode, excluded, turn)

@@ -1,0 +1,161 @@
+"""Makes blocks of another form out of a pool's blocks, and a pool's blocks out of those.
+
+Elements are moved and converted between two host memories; nothing is decided here. Blocking: call it in a thread of
+its own. The GIL is free while bytes move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from protocol.layout import KVLayout
+from protocol.wire_layout import WireDtype, WireLayout
+
+FP8_MAX = 448.0
+"""Largest number of float8_e4m3."""
+SMALLEST_SCALE = 2.0**-126
+"""Smallest normal number of float32: what is divided by it stays finite."""
+
+WIRE_DTYPES: dict[WireDtype, torch.dtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float8_e4m3": torch.float8_e4m3fn,
+}
+_SIGN_AND_MAGNITUDE = -0x4001
+"""Of a float16: all bits but the highest of the exponent."""
+_UNSIGNED = {2: np.uint16, 4: np.uint32}
+
+
+class Move(Protocol):
+    """A strided copy, in elements of either side; see :class:`kv_transfer.moves.Move`."""
+
+    @property
+    def source(self) -> int:
+        """Of the first element."""
+
+    @property
+    def target(self) -> int:
+        """Of the first element."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The indices run over it."""
+
+    @property
+    def source_strides(self) -> tuple[int, ...]:
+        """One per dimension."""
+
+    @property
+    def target_strides(self) -> tuple[int, ...]:
+        """One per dimension."""
+
+
+def pack(
+    source: memoryview,
+    layout: KVLayout,
+    moves: Iterable[Move],
+    target: memoryview,
+    wire: WireLayout,
+    incomplete: Sequence[int],
+) -> None:
+    """Make wire blocks out of elements of a pool.
+
+    Args:
+        source: the pool.
+        layout: of the pool.
+        moves: which elements go where; block ``b`` of the target begins at element ``b * wire.elements``.
+        target: whole wire blocks; all of it is written.
+        wire: of the target.
+        incomplete: blocks that the moves do not fill; the rest of them becomes zero.
+    """
+    if wire.scaled:
+        elements = torch.empty(target.nbytes // wire.block_bytes * wire.elements)
+    else:
+        elements = _elements(target, wire.element)
+    for block in incomplete:
+        elements[block * wire.elements : (block + 1) * wire.elements] = 0
+    if layout.dtype == wire.element:
+        for move in moves:
+            _copy(source, move, target, layout.itemsize)
+    else:
+        pool = _elements(source, layout.dtype)
+        for move in moves:
+            wanted = pool.as_strided(move.shape, move.source_strides, move.source)
+            elements.as_strided(move.shape, move.target_strides, move.target).copy_(wanted)
+    if wire.scaled:
+        _quantise(elements, target, wire)
+
+
+def unpack(source: memoryview, wire: WireLayout, blocks: Iterable[int], pool: memoryview) -> None:
+    """Make pool blocks out of wire blocks; block ``b`` of one becomes block ``b`` of the other.
+
+    Args:
+        source: holds block ``b`` at ``b * wire.block_bytes``.
+        wire: of the source.
+        blocks: which.
+        pool: of the layout ``wire.layout``.
+    """
+    cache = _elements(pool, wire.layout.dtype).view(-1, *wire.layout.pool_shape(1)[1:])
+    for block in blocks:
+        bytes_of_block = source[block * wire.block_bytes : (block + 1) * wire.block_bytes]
+        if wire.scaled:
+            values, scales = _parts(bytes_of_block, wire)
+            cache[block] = _widened(values[0]).mul_(scales[0])
+        else:
+            cache[block] = _elements(bytes_of_block, wire.element).view(cache.shape[1:])
+
+
+def _elements(memory: memoryview, dtype: WireDtype) -> torch.Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8).view(WIRE_DTYPES[dtype])
+
+
+def _copy(source: memoryview, move: Move, target: memoryview, itemsize: int) -> None:
+    """Without torch, which would split it between threads that the engine's step needs."""
+    views = [
+        np.lib.stride_tricks.as_strided(
+            np.frombuffer(memory, _UNSIGNED[itemsize])[first:],
+            move.shape,
+            [stride * itemsize for stride in strides],
+        )
+        for memory, first, strides in (
+            (source, move.source, move.source_strides),
+            (target, move.target, move.target_strides),
+        )
+    ]
+    np.copyto(views[1], views[0])
+
+
+def _parts(memory: memoryview, wire: WireLayout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and scales of whole wire blocks; scales have size 1 in the dimensions that share one."""
+    raw = torch.frombuffer(memory, dtype=torch.uint8).view(-1, wire.block_bytes)
+    values = raw[:, : wire.elements].view(torch.float8_e4m3fn).view(-1, *wire.layout.pool_shape(1)[1:])
+    layers, halves, heads = wire.scale_shape
+    end = wire.scale_offset + layers * halves * heads * torch.float32.itemsize
+    shared = (heads, 1, 1) if wire.layout.order == "HND" else (1, heads, 1)
+    scales = raw[:, wire.scale_offset : end].view(torch.float32).view(-1, layers, halves, *shared)
+    return values, scales
+
+
+def _quantise(elements: torch.Tensor, target: memoryview, wire: WireLayout) -> None:
+    values, scales = _parts(target, wire)
+    together = (3, 4) if wire.layout.order == "HND" else (2, 4)
+    # Block by block, which stays in the cache between these passes.
+    for block, value, scale in zip(elements.view(values.shape), values, scales, strict=True):
+        largest = block.abs().amax(together, keepdim=True)
+        # Infinity less itself is not a number: with one that is not finite, all that share its scale arrive so.
+        scale.copy_(largest.add_(largest - largest).div_(FP8_MAX).clamp_(min=SMALLEST_SCALE))
+        value.copy_(block.div_(scale))
+
+
+def _widened(values: torch.Tensor) -> torch.Tensor:
+    """As float32. A float16 whose exponent has the same bits is smaller by the distance of the biases, 2**8.
+
+    Not a number comes out as 480, which no other value does; its scale is not a number then.
+    """
+    bits = values.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(_SIGN_AND_MAGNITUDE)
+    return bits.view(torch.float16).float().mul_(256.0)
