@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
-import psutil
 import pytest
+from living import runs
 from typer.testing import CliRunner
 
 from cluster.bring_up import down, up
@@ -87,7 +87,7 @@ def world(tiny_llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     pids = node_pids(state.node)
     yield World(state, store, steps)
     down("world", store=store)
-    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    assert not [pid for pid in pids if runs(pid)]
     assert not node_processes(state.node.temp_dir)
     assert not Path(state.node.temp_dir).exists()
     assert store.names() == []
@@ -174,7 +174,7 @@ def test_a_joined_ray_cluster_serves_and_is_left_as_it_was(address: str, tiny_ll
     assert not state.hub.startswith("tcp://127.")
     assert guest.answer()
     down("guest", store=store)
-    until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    until(lambda: not any(runs(pid) for pid in pids))
     assert store.names() == []
 
 

@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
+from living import runs
 
 from cluster.config import RaySection
 from cluster.processes import NODE_VARIABLE, node_processes
@@ -62,7 +62,7 @@ def test_a_node_ends_without_a_trace_and_its_neighbour_lives_on(bystander: NodeS
     assert len(pids) > 4
     assert stat.S_IMODE(Path(node.temp_dir).stat().st_mode) == 0o700
     stop_node(node)
-    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    assert not [pid for pid in pids if runs(pid)]
     assert not Path(node.temp_dir).exists()
     assert not node_alive(node)
     assert node_alive(bystander)

@@ -33,5 +33,5 @@ async def test_the_text_is_the_same_after_a_flipped_bit(tiny_llama_dir: Path, ti
             metrics = running.service.metrics().decode()
             assert 'kvferry_retries_total{code="integrity_mismatch"} 1.0' in metrics
             await running.settle()
-            for sender in running.prefill[0]._exports._senders.values():
+            for sender in running.prefill[0]._exports._shipping._senders._senders.values():
                 await sender.close()

@@ -40,7 +40,7 @@ async def test_completions_after_a_cancel(
     async with rack(tiny_llama_dir, ship_by=transport, listen_by=transport) as running:
         await check_alive(running, tiny_oracle, 5)
         (prefill,), (decode,) = running.prefill, running.decode
-        send = Held(prefill._exports._senders[transport], "ship")
+        send = Held(prefill._exports._shipping._senders._senders[transport], "ship")
         receive = Held(decode._imports._receiver, "close_window")
         task = asyncio.create_task(running.ask(prompt_of(tiny_oracle, 22)))
         await until(lambda: send.waiting and decode.load().open_imports, "a ship whose completion is on its way")
