@@ -17,7 +17,7 @@ from ucx_here import need_ucx
 from kv_transfer import hello
 from kv_transfer.transport import TransportConfig
 from kv_transfer.ucx import handshake, wire
-from kv_transfer.ucx.channel import Channel
+from kv_transfer.ucx.channel import Channel, Stop
 from kv_transfer.ucx.library import Context, library
 from kv_transfer.ucx.wire import Verdict
 from kv_transfer.windows import Part
@@ -105,6 +105,27 @@ async def test_a_receiver_gives_up_a_sender_that_it_cannot_connect_to(harbor, qu
     await until(lambda: there.broken)
     await here.ship(there.address, there.open([1]), [(0, 1)])
     assert (there.pool[1] == here.pool[0]).all()
+
+
+async def test_an_event_that_nobody_is_told_of_costs_a_moment(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As verbs lose them where one comes between the last look and the arming."""
+    memory = np.zeros(2 * BLOCK, np.uint8)
+    memory[:BLOCK] = 7
+    pool = Context(memory.ctypes.data, memory.nbytes, writable=True)
+    with monkeypatch.context() as deaf:
+        deaf.setattr(asyncio.get_running_loop(), "add_reader", lambda *_: None)
+        near, far = Channel(pool), Channel(pool)
+    near.connect(far.address())
+    far.connect(near.address())
+    received = far.move([(memory.ctypes.data + BLOCK, BLOCK)], Stop(), receives=True)
+    sent = near.move([(memory.ctypes.data, BLOCK)], Stop(), receives=False)
+    await asyncio.wait({sent, received}, timeout=10.0)
+    await asyncio.gather(near.close(), far.close())
+    pool.free()
+    assert sent.result() == received.result() == 0
+    assert (memory == 7).all()
 
 
 async def test_no_lane_is_for_a_keepalive(context: Context) -> None:
