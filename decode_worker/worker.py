@@ -24,7 +24,7 @@ from decode_worker.scheduler import DecodeScheduler, Output, chunks_of
 from decode_worker.sequence import Sequence
 from engine.block_pool import BlockPool
 from engine.pool_watch import PoolWatch
-from kv_transfer.choice import listen
+from kv_transfer.choice import UNPINNED, listen
 from kv_transfer.landing import Landing
 from kv_transfer.transport import Receiver, TransportConfig
 from protocol.errors import (
@@ -163,7 +163,7 @@ class DecodeWorker:
         transport, host = self.config.transport, self.config.bind_host
         if wire.as_in_pool:
             return listen(transport, host, pool, config)
-        landing = LandingMemory(pool, wire, num_blocks, keep=transport == "ucx")
+        landing = LandingMemory(pool, wire, num_blocks, keep=transport not in UNPINNED)
         return Landing(listen(transport, host, landing.memory, config), landing.unpack, landing.discard)
 
     async def wait(self) -> None:
