@@ -18,6 +18,7 @@ from protocol.ids import Peer, RequestKey
 from protocol.layout import KVLayout
 from protocol.messages import ErrorInfo, Grant, Handover, Message, PrefillAddress, Reserve
 from protocol.sampling import SamplingParams
+from protocol.wire_layout import WireLayout
 
 BLOCK = 4096
 LAYOUT = KVLayout(num_layers=1, kv_heads=1, head_dim=256, block_size=4, dtype="float16")
@@ -42,7 +43,7 @@ class DecodeSide:
         self.committed: list[RequestKey] = []
         self.imports = Imports(
             self.pool,
-            LAYOUT,
+            WireLayout(LAYOUT),
             there.receiver,
             send=lambda _, message: self.sent.append(message) is None,
             commit=self._commit,
