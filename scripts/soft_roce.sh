@@ -14,9 +14,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 SOURCES=$PWD
 PYTHON=${PYTHON:-$SOURCES/.venv/bin/python}
 FOLDER=${KVFERRY_SOFT_ROCE_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/kvferry/soft-roce}
-MINUTES=${MINUTES:-20}
+MINUTES=${MINUTES:-40}
 ACCEL=${ACCEL:-tcg,thread=multi}
-COMMAND=${1:-"$PYTHON -m pytest -p no:cacheprovider -m ucx -k 'not tcp' tests/contract"}
+COMMAND=${1:-"$PYTHON -m pytest -p no:cacheprovider -m ucx -k 'not tcp and not two_hosts' tests/contract"}
 PACKAGES="libucx0 libucx-dev libibverbs1 ibverbs-providers ibverbs-utils librdmacm1 libnl-3-200 libnl-route-3-200
 libnuma1 iproute2 libbpf1 libelf1 libmnl0 busybox-static kmod cpio"
 MODULES="virtio_pci virtio_net 9p 9pnet_virtio overlay crc32_generic ib_uverbs rdma_ucm rdma_rxe"

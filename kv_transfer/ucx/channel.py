@@ -19,6 +19,9 @@ CLOSED = -16
 """The status of a move whose channel was closed under it: UCX's UCS_ERR_CANCELED."""
 TURN = 0.001
 """Seconds of one turn before the loop's other business gets its own."""
+UNASKED = 0.05
+"""Seconds between turns that no event asks for, while something is awaited: not every event is told. UCX 1.13, for one,
+tells of a peer's answer to a connection request before it has put the answer to that in its queue."""
 
 
 class Stop:
@@ -66,6 +69,7 @@ class Channel:
         self._handle: ctypes.c_void_p | None = handle
         self._event_fd = event_fd.value
         self._queued = False
+        self._unasked: asyncio.TimerHandle | None = None
         self._spans: np.ndarray[tuple[int, int], np.dtype[np.uint64]] | None = None
         self._stop = Stop()
         self._quiet: asyncio.Future[int] | None = None
@@ -154,6 +158,10 @@ class Channel:
         self._queued = False
         self._turn()
 
+    def _unasked_turn(self) -> None:
+        self._unasked = None
+        self._turn()
+
     def _turn(self) -> None:
         if self._handle is None:
             return
@@ -164,6 +172,8 @@ class Channel:
             self._free()
         elif status:
             self.kick()
+        elif self._unasked is None and (self._closing or not self._is_quiet()):
+            self._unasked = self._loop.call_later(UNASKED, self._unasked_turn)
 
     def _is_quiet(self) -> bool:
         return self._quiet is None or self._quiet.done()
@@ -179,6 +189,8 @@ class Channel:
 
     def _free(self) -> None:
         self._loop.remove_reader(self._event_fd)
+        if self._unasked is not None:
+            self._unasked.cancel()
         self._calls.kvf_channel_free(self._handle)
         self._handle = None
         if self._quiet is not None and not self._quiet.done():

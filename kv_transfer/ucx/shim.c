@@ -261,15 +261,22 @@ static void check_closing(channel_t *channel) {
     channel->closed = 1;
 }
 
+static unsigned progress(channel_t *channel) {
+    unsigned moved = issue(channel) + ucp_worker_progress(channel->worker);
+    check_closing(channel);
+    return moved;
+}
+
 /* Go on until there is nothing to do: 0, the event fd will tell; or until `seconds` are over: 1; or an error, < 0. */
 API int kvf_turn(channel_t *channel, double seconds) {
     double end = now() + seconds;
     do {
-        unsigned moved = issue(channel) + ucp_worker_progress(channel->worker);
-        check_closing(channel);
-        if (moved) continue;
+        if (progress(channel)) continue;
         ucs_status_t status = ucp_worker_arm(channel->worker);
-        if (status != UCS_ERR_BUSY) return status;
+        if (status == UCS_ERR_BUSY) continue;
+        if (status != UCS_OK) return status;
+        /* Some verbs drivers never tell of what came between the last look and the arming, so look again. */
+        if (!progress(channel)) return UCS_OK;
     } while (now() < end);
     return 1;
 }

@@ -18,6 +18,11 @@ SETTINGS: Mapping[str, str] = {
     # Without these an endpoint that reports its peer's death may not use shared memory, and goes over TCP on one host.
     "POSIX_ERROR_HANDLING": "y",
     "SYSV_ERROR_HANDLING": "y",
+    # UCX's own keepalive tells us nothing: our connection ends with the peer's process, and what makes no progress is
+    # given up. Over RDMA it has a lane of datagrams, by which UCX then also connects; UCX 1.13 ends the process ("got
+    # REQ message") when such an endpoint is closed before its peer has answered. Without it the datagrams only help to
+    # connect, and UCX lets go of what they have not sent.
+    "KEEPALIVE_INTERVAL": "inf",
 }
 LOG_LEVEL = "fatal"
 """UCX logs to standard output, and what it logs as errors are the deaths of peers, which we report ourselves."""
