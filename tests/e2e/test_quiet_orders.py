@@ -21,9 +21,9 @@ class Held:
         self.waiting = 0
         setattr(owner, name, self._call)
 
-    async def _call(self, *arguments: Any) -> Any:
+    async def _call(self, *arguments: Any, **named: Any) -> Any:
         try:
-            return await self._inner(*arguments)
+            return await self._inner(*arguments, **named)
         finally:
             self.waiting += 1
             await self._open.wait()
