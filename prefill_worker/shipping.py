@@ -1,5 +1,7 @@
 """The way of a ship's bytes out of the pool: straight from it for a reader of the same layout, else by way of staging.
 
+From a pool on a GPU all ships go by staging, whose memory is pinned.
+
 Life cycle: made, :meth:`Shipping.ship` and :meth:`Shipping.abort` at will, :meth:`Shipping.close` once; one event loop.
 Staging memory is taken when the first reader needs it.
 """
@@ -8,7 +10,9 @@ from __future__ import annotations
 
 import logging
 import mmap
+import os
 
+from engine.device_pool import DevicePool
 from engine.repack import pack
 from engine.shared_memory import allocate
 from kv_transfer.band import Band
@@ -17,7 +21,7 @@ from kv_transfer.instructions import Ship
 from kv_transfer.plan import plan
 from kv_transfer.senders import Senders
 from kv_transfer.staging import Staging
-from kv_transfer.transport import ShipReport, TransportConfig
+from kv_transfer.transport import SHARED, ShipReport, TransportConfig
 from protocol.errors import EngineFailure, LayoutMismatch
 from protocol.layout import KVLayout
 from protocol.wire_layout import WireLayout
@@ -33,27 +37,33 @@ class Shipping:
 
     Args:
         layout: of the pool.
-        memory: the pool's bytes.
+        memory: the pool's bytes, or the pool where it is on a device.
         descriptor: of the pool's memory where that can be shared.
         config: of the transports.
-        staging_bytes: memory in which blocks are made for readers whose blocks have another form.
+        staging_bytes: memory in which blocks are made that cannot go straight from the pool.
+
+    Attributes:
+        unusable: schemes that cannot be used with this pool, and why.
     """
 
     def __init__(
         self,
         layout: KVLayout,
-        memory: memoryview,
+        memory: memoryview | DevicePool,
         descriptor: int | None,
         config: TransportConfig,
         staging_bytes: int,
     ) -> None:
         self._layout = layout
-        self._memory = memory
-        self._shared = descriptor is not None
         self._config = config
         self._staging_bytes = staging_bytes
-        self._senders = Senders(memory, config, descriptor)
+        self._device = memory if isinstance(memory, DevicePool) else None
+        self._memory = memoryview(b"") if isinstance(memory, DevicePool) else memory
+        self._senders = Senders(self._memory, config, descriptor) if self._device is None else None
+        can_share = descriptor is not None if self._device is None else hasattr(os, "memfd_create")
+        self.unusable = {} if can_share else dict.fromkeys(SHARED, "the pool is not in shared memory")
         self._staging: Staging | None = None
+        self._pinned: memoryview | None = None
         self._told: set[WireLayout] = set()
 
     async def ship(self, address: str, order: Ship) -> ShipReport:
@@ -64,7 +74,8 @@ class Shipping:
             EngineFailure: there is no memory for staging.
             TransferError: as :meth:`kv_transfer.transport.Sender.ship`.
         """
-        if order.layout != self._layout or not order.wire.as_in_pool:
+        assert order.layers is None or self._device is None, "blocks on a device are staged whole"
+        if self._senders is None or order.layout != self._layout or not order.wire.as_in_pool:
             return await self._staged(order.wire).ship(address, order)
         if order.layers is None:
             band, spans = None, plan(self._layout, order.source_blocks, order.layout, order.target_blocks)
@@ -76,21 +87,30 @@ class Shipping:
 
     async def abort(self, ticket: bytes) -> None:
         """Stop every ship under ``ticket``; each of them raises."""
-        await self._senders.abort(ticket)
+        if self._senders is not None:
+            await self._senders.abort(ticket)
         if self._staging is not None:
             await self._staging.abort(ticket)
 
     async def close(self) -> None:
         """Stop every ship and the transports under them."""
-        await self._senders.close()
+        if self._senders is not None:
+            await self._senders.close()
         if self._staging is not None:
             await self._staging.close()
+        if self._pinned is not None and self._device is not None:
+            self._device.queue.unpin(self._pinned)
+            self._pinned = None
 
     def _staged(self, wire: WireLayout) -> Staging:
         fatal = self._layout.geometry_differences(wire.layout)
         if fatal:
             raise LayoutMismatch("layouts here and there cannot be converted: " + "; ".join(fatal))
-        if wire not in self._told and len(self._told) < MAX_TOLD:
+        if (
+            (wire.layout != self._layout or not wire.as_in_pool)
+            and wire not in self._told
+            and len(self._told) < MAX_TOLD
+        ):
             self._told.add(wire)
             differing = self._layout.differences(wire.layout)
             logger.info("KV is converted on its way: %s", "; ".join([*differing, f"sent as {wire.element}"]))
@@ -99,13 +119,21 @@ class Shipping:
                 memory, descriptor = self._allocate()
             except (OSError, OverflowError) as error:
                 raise EngineFailure(f"cannot allocate staging_bytes {self._staging_bytes}: {error}") from error
-            self._staging = Staging(self._layout, memoryview(memory), descriptor, self._pack, self._config)
+            view = memoryview(memory)
+            gather = None
+            if self._device is not None:
+                self._pinned = view if self._device.queue.pin(view) else None
+                gather = self._device.gather
+            self._staging = Staging(self._layout, view, descriptor, self._pack, self._config, gather)
         return self._staging
 
     def _allocate(self) -> tuple[mmap.mmap, int | None]:
-        if self._shared:
+        if hasattr(os, "memfd_create"):
             return allocate(self._staging_bytes, "kvferry-staging")
         return mmap.mmap(-1, self._staging_bytes), None
 
     def _pack(self, conversion: Conversion, target: memoryview) -> None:
+        if self._device is not None:
+            self._device.pack(conversion.moves, target, conversion.target, conversion.incomplete)
+            return
         pack(self._memory, conversion.source, conversion.moves, target, conversion.target, conversion.incomplete)

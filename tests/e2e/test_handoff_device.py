@@ -1,0 +1,96 @@
+"""Pools that no transport can reach, as on a GPU: the same text by way of staging and landing memory."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import Oracle
+from rack import Answer, rack
+from test_handoff_layouts import wire_of
+from test_handoff_text import prompts, shipped
+
+from engine.kv_cache import KVCache
+
+
+@pytest.fixture
+def out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every pool counts as one on a device, and nobody may have its bytes."""
+
+    def memory(cache: KVCache) -> memoryview:
+        raise AssertionError("the pool's bytes are not to be had")
+
+    monkeypatch.setattr(KVCache, "in_host_memory", False)
+    monkeypatch.setattr(KVCache, "memory", memory)
+
+
+@pytest.mark.usefixtures("out_of_reach")
+@pytest.mark.parametrize(
+    ("decode", "wire_dtype", "transport"),
+    [
+        ({}, None, "shm"),
+        ({}, None, "tcp"),
+        ({"block_size": 8, "order": "HND"}, None, "shm"),
+        ({}, "float8_e4m3", "tcp"),
+    ],
+    ids=["as-they-are-shm", "as-they-are-tcp", "converted", "a-wire-dtype"],
+)
+async def test_the_same_text(
+    tiny_llama_dir: Path, tiny_oracle: Oracle, decode: dict[str, object], wire_dtype: str | None, transport: str
+) -> None:
+    by = {"ship_by": transport, "listen_by": transport}
+    limits = {"wire_dtype": wire_dtype}
+    async with rack(tiny_llama_dir, decode_engine=decode, decode_transfer=limits, **by) as running:  # type: ignore[arg-type]
+        for prompt in prompts(tiny_oracle, (1, 4, 5, 37)):
+            before = shipped(running)
+            answer = await running.ask(prompt)
+            assert wire_dtype or answer.token_ids == tiny_oracle.greedy(prompt, 12), f"prompt of {len(prompt)}"
+            assert answer.report is not None
+            assert answer.report.transport == transport
+            wire = wire_of(running, wire_dtype)
+            blocks = wire.layout.blocks_for(len(prompt))
+            now = shipped(running)
+            assert (now[0] - before[0], now[1] - before[1]) == (blocks, blocks * wire.block_bytes)
+        shipping = running.prefill[0]._exports._shipping
+        assert shipping._staging is not None
+        assert shipping._senders is None
+
+
+@pytest.mark.usefixtures("out_of_reach")
+async def test_cancels_on_the_way_leave_nothing(tiny_llama_dir: Path, tiny_oracle: Oracle) -> None:
+    """A third of the clients leave, each at another moment; the rack checks that every pool is at its baseline."""
+    rng = random.Random(5)
+    asked = prompts(tiny_oracle, tuple(rng.randint(1, 60) for _ in range(15)), seed=5)
+    async with rack(
+        tiny_llama_dir,
+        engine={"num_blocks": 129, "prefix_cache": False},
+        prefill_transfer={"staging_bytes": 1 << 16},
+    ) as running:
+        tasks = [asyncio.create_task(running.ask(prompt, max_tokens=6)) for prompt in asked]
+        for task in rng.sample(tasks, 5):
+            for _ in range(rng.randrange(60)):
+                await asyncio.sleep(0)
+            task.cancel()
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        stayed = [(prompt, answer) for prompt, answer in zip(asked, answers, strict=True) if isinstance(answer, Answer)]
+        assert len(stayed) >= 10
+        for prompt, answer in stayed:
+            assert answer.token_ids == tiny_oracle.greedy(prompt, 6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("devices", [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")])
+@pytest.mark.parametrize("transport", ["auto", "shm", "tcp"])
+async def test_the_same_text_on_a_gpu(
+    tiny_llama_dir: Path, tiny_oracle: Oracle, devices: tuple[str, str], transport: str
+) -> None:
+    by = {"ship_by": transport, "listen_by": transport}
+    here, there = ({"device": device} for device in devices)
+    async with rack(tiny_llama_dir, engine=here, decode_engine=there, **by) as running:  # type: ignore[arg-type]
+        for prompt in prompts(tiny_oracle, (1, 4, 5, 37)):
+            answer = await running.ask(prompt)
+            assert answer.token_ids == tiny_oracle.greedy(prompt, 12), f"prompt of {len(prompt)}"
