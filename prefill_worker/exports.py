@@ -29,7 +29,7 @@ from kv_transfer.lease_state import Layers
 from kv_transfer.tally import Tally
 from kv_transfer.transport import TransportConfig, scheme_of
 from prefill_worker.shipping import Shipping
-from protocol.errors import ChannelLost, KVFerryError, Preempted, TransferError
+from protocol.errors import ChannelLost, KVFerryError, Preempted, TransferError, TransportRefused
 from protocol.ids import Peer, RequestKey
 from protocol.layout import KVLayout
 from protocol.messages import Abort, ErrorInfo, Grant, Message, Prefill, Renew, Settle
@@ -213,14 +213,17 @@ class Exports:
         task.add_done_callback(self._tasks.discard)
 
     async def _ship(self, order: Ship) -> None:
-        address = ""
+        address, offered = "", order.addresses
         try:
-            address = self.chooser.choose(order.addresses)
+            offered = self._shipping.ways(order)
+            address = self.chooser.choose(offered)
             report = await self._shipping.ship(address, order)
         except Exception as error:
             # Whatever went wrong, the book must hear of it: without a report the blocks would drain for ever.
             if isinstance(error, ChannelLost):
-                self.chooser.forget(order.addresses)
+                self.chooser.forget(offered)
+            elif isinstance(error, TransportRefused):
+                self.chooser.avoid(address, error.message)
             cause = error if isinstance(error, KVFerryError) else TransferError(f"ship {order.ship_id} failed: {error}")
             if cause is not error:
                 logger.exception("ship %d of %s failed", order.ship_id, order.key)

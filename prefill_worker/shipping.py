@@ -1,6 +1,7 @@
 """The way of a ship's bytes out of the pool: straight from it for a reader of the same layout, else by way of staging.
 
-From a pool on a GPU all ships go by staging, whose memory is pinned.
+From a pool on a GPU blocks go straight to a pool on a GPU of the same host, by a transport for that. Any others go by
+staging, whose memory is pinned.
 
 Life cycle: made, :meth:`Shipping.ship` and :meth:`Shipping.abort` at will, :meth:`Shipping.close` once; one event loop.
 Staging memory is taken when the first reader needs it.
@@ -8,9 +9,11 @@ Staging memory is taken when the first reader needs it.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import mmap
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 from engine.device_pool import DevicePool
 from engine.repack import pack
@@ -18,11 +21,12 @@ from engine.shared_memory import allocate
 from kv_transfer.band import Band
 from kv_transfer.conversion import Conversion
 from kv_transfer.instructions import Ship
+from kv_transfer.memory import DeviceMemory
 from kv_transfer.plan import plan
 from kv_transfer.senders import Senders
 from kv_transfer.staging import Staging
-from kv_transfer.transport import SHARED, ShipReport, TransportConfig
-from protocol.errors import EngineFailure, LayoutMismatch
+from kv_transfer.transport import ON_DEVICES, SHARED, ShipReport, TransportConfig
+from protocol.errors import ConfigError, EngineFailure, LayoutMismatch
 from protocol.layout import KVLayout
 from protocol.wire_layout import WireLayout
 
@@ -59,24 +63,41 @@ class Shipping:
         self._staging_bytes = staging_bytes
         self._device = memory if isinstance(memory, DevicePool) else None
         self._memory = memoryview(b"") if isinstance(memory, DevicePool) else memory
-        self._senders = Senders(self._memory, config, descriptor) if self._device is None else None
-        can_share = descriptor is not None if self._device is None else hasattr(os, "memfd_create")
-        self.unusable = {} if can_share else dict.fromkeys(SHARED, "the pool is not in shared memory")
+        self._senders = Senders(_direct(memory), config, descriptor)
+        self.unusable = self._find_unusable(descriptor)
+        self._steps = ThreadPoolExecutor(max_workers=1, thread_name_prefix="steps")
         self._staging: Staging | None = None
         self._pinned: memoryview | None = None
         self._told: set[WireLayout] = set()
+
+    def ways(self, order: Ship) -> tuple[str, ...]:
+        """The addresses of a ship's reader that it may go to.
+
+        Raises:
+            LayoutMismatch: there is none, for blocks would have to be converted on the way; names both values.
+        """
+        if self._as_they_are(order):
+            return order.addresses
+        found = tuple(address for address in order.addresses if not _on_device(address))
+        if not found:
+            differing = "; ".join(self._layout.differences(order.layout)) or f"sent as {order.wire.element}"
+            raise LayoutMismatch(f"the decode worker's transports convert nothing: {differing}")
+        return found
 
     async def ship(self, address: str, order: Ship) -> ShipReport:
         """Carry a ship out; when this has returned or raised, no byte of the pool is read for it any more.
 
         Raises:
             LayoutMismatch: the reader's blocks cannot be made out of ours; names both values.
-            EngineFailure: there is no memory for staging.
+            EngineFailure: there is no memory for staging, or the device has failed.
             TransferError: as :meth:`kv_transfer.transport.Sender.ship`.
         """
-        assert order.layers is None or self._device is None, "blocks on a device are staged whole"
-        if self._senders is None or order.layout != self._layout or not order.wire.as_in_pool:
+        assert order.layers is None or self._device is None, "blocks on a device are shipped whole"
+        if not self._as_they_are(order) or (self._device is not None and not _on_device(address)):
             return await self._staged(order.wire).ship(address, order)
+        if self._device is not None:
+            # Another process's copies are in no order with our steps.
+            await asyncio.get_running_loop().run_in_executor(self._steps, self._device.queue.wait_for_steps)
         if order.layers is None:
             band, spans = None, plan(self._layout, order.source_blocks, order.layout, order.target_blocks)
         else:
@@ -85,22 +106,40 @@ class Shipping:
         named = tuple(zip(order.target_blocks, order.generations, strict=True))
         return await self._senders.find(address).ship(address, order.ticket, spans, named, band=band)
 
+    def _find_unusable(self, descriptor: int | None) -> dict[str, str]:
+        reasons: dict[str, str] = {}
+        can_share = hasattr(os, "memfd_create") if self._device is not None else descriptor is not None
+        if not can_share:
+            reasons |= dict.fromkeys(SHARED, "the pool is not in shared memory")
+        for scheme in ON_DEVICES:
+            reasons[scheme] = "the pool is in host memory"
+            if self._device is not None and self._device.device_index is not None:
+                # Whether it can be shared shows when that is tried, and the worker should know before the first ship.
+                try:
+                    self._senders.find(f"{scheme}://")
+                    del reasons[scheme]
+                except ConfigError as error:
+                    reasons[scheme] = error.message
+        return reasons
+
+    def _as_they_are(self, order: Ship) -> bool:
+        return order.layout == self._layout and order.wire.as_in_pool
+
     async def abort(self, ticket: bytes) -> None:
         """Stop every ship under ``ticket``; each of them raises."""
-        if self._senders is not None:
-            await self._senders.abort(ticket)
+        await self._senders.abort(ticket)
         if self._staging is not None:
             await self._staging.abort(ticket)
 
     async def close(self) -> None:
         """Stop every ship and the transports under them."""
-        if self._senders is not None:
-            await self._senders.close()
+        await self._senders.close()
         if self._staging is not None:
             await self._staging.close()
         if self._pinned is not None and self._device is not None:
             self._device.queue.unpin(self._pinned)
             self._pinned = None
+        self._steps.shutdown(wait=True)
 
     def _staged(self, wire: WireLayout) -> Staging:
         fatal = self._layout.geometry_differences(wire.layout)
@@ -137,3 +176,15 @@ class Shipping:
             self._device.pack(conversion.moves, target, conversion.target, conversion.incomplete)
             return
         pack(self._memory, conversion.source, conversion.moves, target, conversion.target, conversion.incomplete)
+
+
+def _direct(memory: memoryview | DevicePool) -> memoryview | DeviceMemory:
+    """What transports read without staging; of a device that none of them knows, nothing."""
+    if not isinstance(memory, DevicePool):
+        return memory
+    index = memory.device_index
+    return memoryview(b"") if index is None else DeviceMemory(memory.data_ptr, memory.nbytes, index)
+
+
+def _on_device(address: str) -> bool:
+    return address.partition("://")[0] in ON_DEVICES

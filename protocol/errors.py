@@ -258,6 +258,12 @@ class UnknownTransport(TransferError):
     retryable = False
 
 
+class TransportRefused(TransferError):
+    """The receiver cannot read by this transport what the sender offers; another one may do."""
+
+    code = "transport_refused"
+
+
 class ProtocolError(KVFerryError):
     """A frame that the peer should not have sent."""
 

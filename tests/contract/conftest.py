@@ -18,8 +18,10 @@ MakeHarbor = Callable[..., Harbor]
 MakeQuay = Callable[..., Quay]
 
 
-@pytest.fixture(params=["inproc", "shm", "tcp", pytest.param("ucx", marks=pytest.mark.ucx), "ucxx", "nixl"])
+@pytest.fixture(params=["inproc", "shm", "tcp", pytest.param("ucx", marks=pytest.mark.ucx), "ucxx", "nixl", "cuda_ipc"])
 def scheme(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda_ipc":
+        request.getfixturevalue("cuda")
     if request.param == "ucx":
         need_ucx()
     if request.param in LIBRARIES:

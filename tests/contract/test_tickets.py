@@ -5,7 +5,7 @@ import time
 
 import pytest
 from caller import WIRE, Caller, announcing
-from ferry import GENERATION, Harbor, Quay, until
+from ferry import GENERATION, Harbor, Quay, as_pool, until
 
 from decode_worker.imports import Imports
 from decode_worker.scheduler import DecodeScheduler
@@ -18,6 +18,7 @@ from protocol.ids import Peer, RequestKey
 from protocol.layout import KVLayout
 from protocol.messages import ErrorInfo, Grant, Handover, Message, PrefillAddress, Reserve
 from protocol.sampling import SamplingParams
+from protocol.wire_layout import WireLayout
 
 BLOCK = 4096
 LAYOUT = KVLayout(num_layers=1, kv_heads=1, head_dim=256, block_size=4, dtype="float16")
@@ -42,7 +43,7 @@ class DecodeSide:
         self.committed: list[RequestKey] = []
         self.imports = Imports(
             self.pool,
-            LAYOUT,
+            WireLayout(LAYOUT),
             there.receiver,
             send=lambda _, message: self.sent.append(message) is None,
             commit=self._commit,
@@ -164,7 +165,7 @@ async def test_a_ticket_of_the_receivers_former_life_is_unknown_to_its_next(sche
     there, here = harbor(scheme, 4, BLOCK), quay(scheme, 4, BLOCK)
     ticket, address = there.open([1]), there.address
     await there.receiver.close()
-    there.receiver = make_receiver(address, memoryview(there.pool))
+    there.receiver = make_receiver(address, as_pool(scheme, memoryview(there.pool)))
     try:
         there.open([1])
         with pytest.raises(TicketRejected, match="unknown or closed ticket"):

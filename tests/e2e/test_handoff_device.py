@@ -8,12 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from cuda_here import set_up
 from oracle import Oracle
 from rack import Answer, rack
 from test_handoff_layouts import wire_of
 from test_handoff_text import prompts, shipped
 
+from engine.device_pool import DevicePool
 from engine.kv_cache import KVCache
+from kv_transfer.cuda_ipc.wire import Offer
+
+FOREIGN = Offer(nbytes=1 << 20, allocation=1 << 20, offset=0, address=0, uuid=b"b" * 16, handle=bytes(64))
+"""A pool on the stand-in's second device."""
 
 
 @pytest.fixture
@@ -56,7 +62,7 @@ async def test_the_same_text(
             assert (now[0] - before[0], now[1] - before[1]) == (blocks, blocks * wire.block_bytes)
         shipping = running.prefill[0]._exports._shipping
         assert shipping._staging is not None
-        assert shipping._senders is None
+        assert not shipping._senders._senders
 
 
 @pytest.mark.usefixtures("out_of_reach")
@@ -79,6 +85,42 @@ async def test_cancels_on_the_way_leave_nothing(tiny_llama_dir: Path, tiny_oracl
         assert len(stayed) >= 10
         for prompt, answer in stayed:
             assert answer.token_ids == tiny_oracle.greedy(prompt, 6)
+
+
+@pytest.fixture
+def on_a_stand_in(out_of_reach: None, cuda: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every pool counts as one on the first CUDA device, with a stand-in for the driver."""
+    monkeypatch.setattr(DevicePool, "device_index", 0)
+    return cuda
+
+
+@pytest.mark.parametrize("by", ["auto", "cuda_ipc"])
+async def test_from_pool_to_pool(on_a_stand_in: Path, tiny_llama_dir: Path, tiny_oracle: Oracle, by: str) -> None:
+    async with rack(tiny_llama_dir, ship_by=by, listen_by=by) as running:
+        for prompt in prompts(tiny_oracle, (1, 4, 5, 37)):
+            answer = await running.ask(prompt)
+            assert answer.token_ids == tiny_oracle.greedy(prompt, 12), f"prompt of {len(prompt)}"
+            assert answer.report is not None
+            assert answer.report.transport == "cuda_ipc"
+        assert running.prefill[0]._exports._shipping._staging is None
+        assert running.prefill[0].load().transport_fallbacks == 0
+
+
+async def test_what_cannot_go_from_pool_to_pool_is_staged(
+    on_a_stand_in: Path, tiny_llama_dir: Path, tiny_oracle: Oracle
+) -> None:
+    (prompt,) = prompts(tiny_oracle, (21,))
+    # Blocks of another size; a decode worker whose GPU is out of reach; a pool that cannot be shared.
+    for decode, fault in (({"block_size": 8}, {}), ({}, {"peers": 0, "devices": 2}), ({}, {"fail_handles": 1})):
+        set_up(on_a_stand_in, **fault)
+        async with rack(tiny_llama_dir, decode_engine=decode) as running:
+            if "peers" in fault:
+                running.prefill[0]._exports._shipping._senders.find("cuda_ipc://")._source._offer = FOREIGN  # type: ignore[attr-defined]
+            answer = await running.ask(prompt)
+            assert answer.token_ids == tiny_oracle.greedy(prompt, 12)
+            assert answer.report is not None
+            assert answer.report.transport == "shm"
+            assert running.prefill[0]._exports._shipping._staging is not None
 
 
 @pytest.mark.gpu
