@@ -10,6 +10,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from namespaces import Lan
+
 # Two OpenMP threads that share their cores with other processes spin for each other, and take ten times as long as one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -27,6 +29,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     return f"faults: --fault-seed {config.option.fault_seed}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What is marked ``apart`` runs in the sessions that ``namespaces`` starts on hosts of their own, nowhere else."""
+    there = Lan.joined() is not None
+    elsewhere = [item for item in items if (item.get_closest_marker("apart") is not None) != there]
+    if elsewhere:
+        config.hook.pytest_deselected(items=elsewhere)
+        items[:] = [item for item in items if item not in set(elsewhere)]
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ import json
 import sys
 
 import numpy as np
-from ferry import BIND, as_pool
+from ferry import as_pool, bind
 
 from engine.shared_memory import allocate
 from kv_transfer.cuda_ipc import driver
@@ -61,7 +61,8 @@ async def receive() -> None:
     assert order is not None
     blocks, size = int(order["blocks"]), int(order["block_bytes"])
     pool = np.zeros((blocks, size), np.uint8)
-    receiver = make_receiver(BIND[str(order["scheme"])], memoryview(pool), TransportConfig(buffer_bytes=64 << 10))
+    where = bind(str(order["scheme"]), str(order["host"]))
+    receiver = make_receiver(where, memoryview(pool), TransportConfig(buffer_bytes=64 << 10))
     window = Window(bytes.fromhex(str(order["ticket"])), tuple(range(blocks)), (7,) * blocks, size)
     receiver.open(window, lambda _: say(landed=True), lambda *_: say(broken=True))
     say(address=receiver.address)

@@ -34,12 +34,18 @@ BIND = {
     "nixl": "nixl://127.0.0.1:0",
     "cuda_ipc": "cuda_ipc://*",
 }
+HERE = "127.0.0.1"
 NOBODY = {"inproc": "inproc://nobody", "shm": "shm://nobody", "cuda_ipc": "cuda_ipc://nobody"}
 GENERATION = 7
 SHALLOW = TransportConfig(buffer_bytes=64 << 10)
 """Small socket buffers: a large ship cannot vanish into them whole."""
 ONE_STREAM = TransportConfig(buffer_bytes=64 << 10, streams=1)
 """A ship is one part: met in the middle, it is in the middle of its bytes, not between two parts."""
+
+
+def bind(scheme: str, host: str) -> str:
+    """Where a receiver of a scheme listens on a host."""
+    return BIND[scheme].replace(HERE, host)
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -59,10 +65,12 @@ def as_pool(scheme: str, memory: memoryview) -> memoryview | DeviceMemory:
 class Harbor:
     """A receiver with its pool, and what it has reported."""
 
-    def __init__(self, scheme: str, blocks: int, block_bytes: int, config: TransportConfig = SHALLOW) -> None:
+    def __init__(
+        self, scheme: str, blocks: int, block_bytes: int, config: TransportConfig = SHALLOW, *, host: str = HERE
+    ) -> None:
         self.block_bytes = block_bytes
         self.pool = np.full((blocks, block_bytes), POISON, np.uint8)
-        self.receiver: Receiver = make_receiver(BIND[scheme], as_pool(scheme, memoryview(self.pool)), config)
+        self.receiver: Receiver = make_receiver(bind(scheme, host), as_pool(scheme, memoryview(self.pool)), config)
         self.landed: list[Landed] = []
         self.broken: list[tuple[bytes, TransferError]] = []
 

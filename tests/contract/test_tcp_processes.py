@@ -1,132 +1,15 @@
-"""The TCP transport against a second process that is killed or stopped in the middle."""
+"""What only the TCP transport promises against a second process that is stopped."""
 
 import asyncio
 import secrets
 import signal
 import time
 
-import psutil
 import pytest
-from far_process import LARGE, MANY, FarEnd, Start
-from ferry import GENERATION, POISON, Harbor, until
+from far_process import LARGE, MANY, Start
 
-from kv_transfer.tcp.address import parse
 from kv_transfer.transport import TransportConfig
 from protocol.errors import ChannelLost
-
-PROMPT_CLOSE = 0.1
-TRIES = 20
-
-
-async def caught_midway(far: FarEnd, there: Harbor) -> bytes:
-    """Have the other process ship its pool, and stop it (SIGSTOP) in the middle of it."""
-    for _ in range(TRIES):
-        there.poison()
-        there.landed.clear()
-        ticket = there.open(range(MANY))
-        far.tell(address=there.address, ticket=ticket.hex(), blocks=list(range(MANY)), generation=GENERATION)
-        await until(lambda: there.pool[0, -1] != POISON)
-        await far.stop()
-        # What the kernel still holds of it arrives meanwhile; midway it is when that does not complete the pool.
-        if not there.landed and (there.pool[:, -1] == POISON).any():
-            return ticket
-        far.signal(signal.SIGCONT)
-        assert (await far.hear())["result"] == "shipped"
-        await there.receiver.close_window(ticket)
-    pytest.fail("the ship was over too soon every time")
-
-
-async def test_a_stopped_and_resumed_sender_changes_not_a_byte_after_close(start: Start, harbor) -> None:
-    there = harbor("tcp", MANY, LARGE)
-    far = await start("send", value=1, timeout=10)
-    await far.hear()
-    took = []
-    for _ in range(3):
-        ticket = await caught_midway(far, there)
-        began = time.monotonic()
-        await there.receiver.close_window(ticket)
-        took.append(time.monotonic() - began)
-        there.poison()
-        fresh = there.open(range(MANY // 2))
-        far.signal(signal.SIGCONT)
-        assert (await far.hear())["result"] == "ticket_rejected"
-        assert there.poisoned
-        # The same process, ticket and blocks renewed, gets through.
-        far.tell(address=there.address, ticket=fresh.hex(), blocks=[3, 4], generation=GENERATION)
-        assert (await far.hear())["result"] == "shipped"
-        assert (there.pool[3:5] == 1).all()
-        assert (there.pool[5:] == POISON).all()
-        await there.receiver.close_window(fresh)
-    # The best of them: a busy machine may hold up any one.
-    assert min(took) < PROMPT_CLOSE
-    assert max(took) < 2.0
-
-
-async def test_a_killed_sender_breaks_its_window_and_no_other(start: Start, harbor, quay) -> None:
-    there, here = harbor("tcp", MANY + 1, LARGE), quay("tcp", MANY + 1, LARGE)
-    far = await start("send", value=1, timeout=10)
-    await far.hear()
-    other = there.open([MANY])
-    ticket = await caught_midway(far, there)
-    far.signal(signal.SIGKILL)
-    await until(lambda: there.broken)
-    assert {lost for lost, _ in there.broken} == {ticket}
-    assert all(isinstance(error, ChannelLost) for _, error in there.broken)
-    await there.receiver.close_window(ticket)
-    there.poison()
-    fresh = there.open(range(MANY))
-    await here.ship(there.address, fresh, [(i, i) for i in range(MANY)])
-    await here.ship(there.address, other, [(MANY, MANY)])
-    assert (there.pool == here.pool).all()
-
-
-@pytest.mark.parametrize("known", [True, False])
-async def test_a_killed_receiver_is_noticed_at_once(start: Start, quay, known: bool) -> None:
-    here = quay("tcp", MANY, LARGE)
-    ticket = secrets.token_bytes(16)
-    far = await start("receive", ticket=ticket.hex())
-    address = str((await far.hear())["address"])
-    if known:
-        await here.ship(address, ticket, [(0, 0)])
-    await far.stop()
-    ships = [asyncio.create_task(here.ship(address, ticket, [(i, i) for i in range(1, MANY)])) for _ in range(3)]
-    # Stopped, it takes what its kernel has room for and no more: the ship stays in the middle until the kill.
-    await asyncio.wait(ships, timeout=0.2)
-    assert not any(ship.done() for ship in ships)
-    began = time.monotonic()
-    far.signal(signal.SIGKILL)
-    ends = await asyncio.gather(*ships, return_exceptions=True)
-    assert all(isinstance(end, ChannelLost) for end in ends)
-    assert time.monotonic() - began < 2.0
-
-
-async def test_a_stopped_receiver_is_given_up_after_the_timeout(start: Start, quay) -> None:
-    here = quay("tcp", MANY, LARGE, TransportConfig(timeout=0.5))
-    ticket = secrets.token_bytes(16)
-    far = await start("receive", ticket=ticket.hex())
-    address = str((await far.hear())["address"])
-    await here.ship(address, ticket, [(0, 0)])
-    await far.stop()
-    began = time.monotonic()
-    with pytest.raises(ChannelLost, match=r"no progress for 0\.5 seconds"):
-        await here.ship(address, ticket, [(i, i) for i in range(1, MANY)])
-    assert time.monotonic() - began > 0.4
-    # The next one, on a new connection, fares no better and waits no longer.
-    with pytest.raises(ChannelLost, match=r"no progress for 0\.5 seconds"):
-        await here.ship(address, ticket, [(1, 1)])
-    assert time.monotonic() - began < 5.0
-
-
-async def test_parts_that_wait_for_a_stopped_receiver_do_not_wait_in_turn(start: Start, quay) -> None:
-    here = quay("tcp", MANY, LARGE, TransportConfig(timeout=0.5))
-    ticket = secrets.token_bytes(16)
-    far = await start("receive", ticket=ticket.hex())
-    address = str((await far.hear())["address"])
-    await far.stop()
-    began = time.monotonic()
-    ends = await asyncio.gather(*[here.ship(address, ticket, [(i, i)]) for i in range(20)], return_exceptions=True)
-    assert all(isinstance(end, ChannelLost) for end in ends)
-    assert time.monotonic() - began < 3.0
 
 
 async def test_a_stopped_receiver_is_given_up_once_for_both_lanes(start: Start, quay) -> None:
@@ -160,29 +43,3 @@ async def test_a_small_ship_does_not_wait_behind_a_large_one(start: Start, quay)
     done, _ = await asyncio.wait({large, small}, return_when=asyncio.FIRST_COMPLETED)
     assert small in done
     await large
-
-
-async def test_an_abort_does_not_wait_for_a_stopped_receiver(start: Start, quay) -> None:
-    here = quay("tcp", MANY, LARGE, TransportConfig(streams=1))
-    ticket = secrets.token_bytes(16)
-    far = await start("receive", ticket=ticket.hex())
-    address = str((await far.hear())["address"])
-    await here.ship(address, ticket, [(0, 0)])
-    await far.stop()
-    stuck = [asyncio.create_task(here.ship(address, ticket, [(i, i)])) for i in range(1, 6)]
-    await asyncio.wait(stuck, timeout=0.1)
-    began = time.monotonic()
-    await here.sender.abort(ticket)
-    for ship in stuck:
-        with pytest.raises(ChannelLost, match="aborted"):
-            await ship
-    assert time.monotonic() - began < 0.5
-
-    def connected() -> bool:
-        return any(connection.raddr == parse(address) for connection in psutil.Process().net_connections("tcp"))
-
-    # The connection that was in the middle of a frame goes too: the receiver must not wait for the rest.
-    await until(lambda: not connected())
-    assert time.monotonic() - began < 2.0
-    await here.sender.close()
-    assert time.monotonic() - began < 3.0

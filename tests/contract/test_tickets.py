@@ -161,11 +161,12 @@ async def test_the_tickets_of_a_senders_former_life_are_void_once_its_next_is_kn
     assert [error.code for error in side.failed] == ["worker_lost"]
 
 
-async def test_a_ticket_of_the_receivers_former_life_is_unknown_to_its_next(scheme, harbor, quay) -> None:
+async def test_a_ticket_of_the_receivers_former_life_is_unknown_to_its_next(scheme, harbor, quay, sites) -> None:
     there, here = harbor(scheme, 4, BLOCK), quay(scheme, 4, BLOCK)
     ticket, address = there.open([1]), there.address
     await there.receiver.close()
-    there.receiver = make_receiver(address, as_pool(scheme, memoryview(there.pool)))
+    with sites.inside():
+        there.receiver = make_receiver(address, as_pool(scheme, memoryview(there.pool)))
     try:
         there.open([1])
         with pytest.raises(TicketRejected, match="unknown or closed ticket"):

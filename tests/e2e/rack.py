@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+
+from namespaces import Host
 
 from decode_worker.config import DecodeConfig
 from decode_worker.worker import DecodeWorker
@@ -96,8 +98,20 @@ async def rack(
     decode_model: Path | None = None,
     ship_by: str = "auto",
     listen_by: str = "auto",
+    hosts: Mapping[str, Host] | None = None,
 ) -> AsyncIterator[Rack]:
-    """Bring the parts up, and check at the end that every pool went back to its baseline."""
+    """Bring the parts up, and check at the end that every pool went back to its baseline.
+
+    With ``hosts`` the router and the workers are each on the host that is named for what they do. A prefill worker
+    makes connections whenever it ships, so its host is this process's.
+    """
+
+    def on(host: str) -> AbstractContextManager[None]:
+        return hosts[host].inside() if hosts else nullcontext()
+
+    def bound(host: str) -> dict[str, object]:
+        return {"bind_host": hosts[host].address} if hosts else {}
+
     settings: dict[str, object] = {
         "dtype": "float32",
         "num_blocks": 65,
@@ -108,8 +122,11 @@ async def rack(
     }
     # Everything shares one loop with the test, which may hold it for a while: a worker is not lost so soon.
     timing: dict[str, object] = {"worker_timeout": 15.0, **(router or {})}
+    if hosts:
+        timing["hub"] = f"tcp://{hosts['router'].address}:0"
     service = Service(RouterConfig(model=MODEL, tokenizer=str(model), **timing))  # type: ignore[arg-type]
-    await service.start()
+    with on("router"):
+        await service.start()
     routers = (service.hub_endpoint,)
     p = [
         PrefillWorker(
@@ -119,7 +136,7 @@ async def rack(
                 engine=EngineConfig(model=str(model), **settings),  # type: ignore[arg-type]
                 routers=routers,
                 transport=ship_by,
-                **{**(transfer or {}), **(prefill_transfer or {})},  # type: ignore[arg-type]
+                **{**bound("prefill"), **(transfer or {}), **(prefill_transfer or {})},  # type: ignore[arg-type]
             )
         )
         for index in range(prefill)
@@ -132,15 +149,18 @@ async def rack(
                 engine=EngineConfig(model=str(decode_model or model), **{**settings, **(decode_engine or {})}),  # type: ignore[arg-type]
                 routers=routers,
                 transport=listen_by,
-                **{**(transfer or {}), **(decode_transfer or {})},  # type: ignore[arg-type]
+                **{**bound("decode"), **(transfer or {}), **(decode_transfer or {})},  # type: ignore[arg-type]
             )
         )
         for index in range(decode)
     ]
     running = Rack(service, p, d)
     try:
-        for worker in running.workers():
+        for worker in p:
             await worker.start()
+        with on("decode"):
+            for other in d:
+                await other.start()
         await until(
             lambda: service.health().prefill_workers == prefill and service.health().decode_workers == decode,
             "every worker's heartbeat",
