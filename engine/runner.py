@@ -17,7 +17,7 @@ from engine.attention.backend import AttentionBackend
 from engine.batch import BatchLimits, Chunk, Draw, flatten
 from engine.checkpoint import Progress, load_weights
 from engine.config import EngineConfig
-from engine.copy_queue import copy_queue
+from engine.copy_queue import CopyQueue, copy_queue
 from engine.kv_cache import TORCH_DTYPES, KVCache
 from engine.layer_watch import LayerWatch
 from engine.logit_rules import Row
@@ -58,7 +58,7 @@ class ModelRunner:
         self.vocab_size = model_config.vocab_size
         self.max_model_len = resolve_max_model_len(config, model_config)
         self.device = backend.device
-        self.copies = copy_queue(backend.device)
+        self.copies: CopyQueue = copy_queue(backend.device)
         self._model = model
         self._backend = backend
         self._limits = BatchLimits(
