@@ -49,7 +49,14 @@ async def test_the_same_text(
 ) -> None:
     by = {"ship_by": transport, "listen_by": transport}
     limits = {"wire_dtype": wire_dtype}
-    async with rack(tiny_llama_dir, decode_engine=decode, decode_transfer=limits, **by) as running:  # type: ignore[arg-type]
+    # Ranges of layers are not for such pools, whoever asks for them.
+    async with rack(
+        tiny_llama_dir,
+        decode_engine=decode,
+        prefill_transfer={"layers_per_ship": 1},
+        decode_transfer=limits,
+        **by,  # type: ignore[arg-type]
+    ) as running:
         for prompt in prompts(tiny_oracle, (1, 4, 5, 37)):
             before = shipped(running)
             answer = await running.ask(prompt)
@@ -96,7 +103,7 @@ def on_a_stand_in(out_of_reach: None, cuda: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("by", ["auto", "cuda_ipc"])
 async def test_from_pool_to_pool(on_a_stand_in: Path, tiny_llama_dir: Path, tiny_oracle: Oracle, by: str) -> None:
-    async with rack(tiny_llama_dir, ship_by=by, listen_by=by) as running:
+    async with rack(tiny_llama_dir, prefill_transfer={"layers_per_ship": 1}, ship_by=by, listen_by=by) as running:
         for prompt in prompts(tiny_oracle, (1, 4, 5, 37)):
             answer = await running.ask(prompt)
             assert answer.token_ids == tiny_oracle.greedy(prompt, 12), f"prompt of {len(prompt)}"

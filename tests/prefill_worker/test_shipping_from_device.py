@@ -70,8 +70,8 @@ class Stage:
             memory = self.target.memory()
         self.receiver: Receiver = make_receiver(f"{scheme}://*", memory)
 
-    def order(self) -> Ship:
-        window = Window(secrets.token_bytes(16), TARGETS, (1,) * len(TARGETS), LAYOUT.block_bytes)
+    def order(self, targets: tuple[int, ...] = TARGETS) -> Ship:
+        window = Window(secrets.token_bytes(16), targets, (1,) * len(targets), LAYOUT.block_bytes)
         self.receiver.open(window, lambda _: None, lambda *_: None)
         return Ship(
             key=RequestKey("r", 0),
@@ -80,7 +80,7 @@ class Stage:
             ticket=window.ticket,
             layout=LAYOUT,
             source_blocks=SOURCES,
-            target_blocks=TARGETS,
+            target_blocks=targets,
             generations=window.generations,
             tokens=range(12),
         )
@@ -117,6 +117,13 @@ async def test_nothing_ships_before_the_step_that_computed_it_is_through(scheme:
     async with stage(scheme) as parts:
         task = asyncio.create_task(parts.shipping.ship(parts.receiver.address, parts.order()))
         await until(lambda: [each for each in threading.enumerate() if each.name.startswith(("steps_", "staging_"))])
+        # Another one has all the time that this one would need.
+        free = Shipping(LAYOUT, DevicePool(parts.source, HostQueue()), None, TransportConfig(), 1 << 16)
+        for _ in range(3):
+            order = parts.order((6, 7, 8))
+            await free.ship(parts.receiver.address, order)
+            await parts.receiver.close_window(order.ticket)
+        await free.close()
         assert not task.done()
         # What a ship that did not wait would have sent is still zero.
         parts.source.tensor.copy_(torch.randn(parts.source.tensor.shape))
