@@ -33,7 +33,8 @@ succeed (``retryable``). Exceptions of other libraries are mapped to these at th
     │   ├── TicketRejected            ticket_rejected            retryable
     │   ├── IntegrityMismatch         integrity_mismatch         retryable
     │   ├── LayoutMismatch            layout_mismatch
-    │   └── UnknownTransport          unknown_transport
+    │   ├── UnknownTransport          unknown_transport
+    │   └── TransportRefused          transport_refused          retryable
     ├── ProtocolError                 protocol_error
     │   ├── VersionMismatch           version_mismatch
     │   ├── AuthenticationFailed      authentication_failed
