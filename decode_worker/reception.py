@@ -12,7 +12,7 @@ from engine.copy_queue import CopyQueue
 from engine.device_pool import DevicePool
 from engine.kv_cache import KVCache
 from engine.repack import unpack
-from kv_transfer.choice import Receivers, listen, listen_on_device
+from kv_transfer.choice import UNPINNED, Receivers, listen, listen_on_device
 from kv_transfer.landing import Landing
 from kv_transfer.memory import DeviceMemory
 from kv_transfer.transport import ON_DEVICES, Receiver, TransportConfig
@@ -62,7 +62,7 @@ class Reception:
             self.receiver = found
             return
         into = device.unpack if device is not None else partial(unpack, pool=cache.memory())
-        landing = LandingMemory(into, wire, cache.num_blocks, keep=transport == "ucx")
+        landing = LandingMemory(into, wire, cache.num_blocks, keep=transport not in UNPINNED)
         if device is not None and landing.memory.nbytes <= PINNED_BYTES and queue.pin(landing.memory):
             self._pinned = landing.memory
             landing.keep()

@@ -31,6 +31,8 @@ PREFERENCE = ("shm", "tcp")
 """Schemes that ``auto`` uses between host memories, best first."""
 STANDING_IN: Mapping[str, tuple[str, ...]] = MappingProxyType({AUTO: ("cuda_ipc", *PREFERENCE), "ucx": ("ucx", "ucxx")})
 """Schemes that a mode may use, best first; any other mode is the one scheme that it names."""
+UNPINNED = frozenset({AUTO, *PREFERENCE, "inproc"})
+"""Modes by which nothing pins a receiver's memory: its pages may go and come again."""
 MODES = (AUTO, *sorted(SCHEMES))
 MAX_REMEMBERED = 4096
 """Receivers whose choice is remembered; above that all are forgotten and chosen anew."""

@@ -14,10 +14,11 @@ import asyncio
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from kv_transfer.conversion import Conversion, convert
 from kv_transfer.instructions import Ship
@@ -133,6 +134,7 @@ class Staging:
         self._passages.add(passage)
         self._idle.clear()
         travelling: deque[asyncio.Task[ShipReport]] = deque()
+        places: set[int] = set()
         reports: list[ShipReport] = []
         try:
             sender = self._senders.find(address)
@@ -142,14 +144,19 @@ class Staging:
                     reports.append(await travelling[0])
                     travelling.popleft()
                 passage.check()
-                travelling.append(self._send(sender, address, order, piece, await self._packed(order, piece)))
+                place = await self._packed(order, piece)
+                places.add(place)
+                travelling.append(asyncio.create_task(self._send(sender, address, order, piece, place, places)))
             while travelling:
                 reports.append(await travelling[0])
                 travelling.popleft()
         finally:
             for task in travelling:
                 task.cancel()
-            await asyncio.gather(*travelling, return_exceptions=True)
+            await _until_done(travelling)
+            # A task that is cancelled before its first step never comes to what it would give back.
+            for place in places:
+                self._room.give_back(place)
             self._passages.discard(passage)
             if not self._passages:
                 self._idle.set()
@@ -165,9 +172,7 @@ class Staging:
             await asyncio.shield(work)
         except BaseException:
             # The thread reads the pool, and writes here, until it is done, whoever has lost patience.
-            while not work.done():
-                with suppress(asyncio.CancelledError):
-                    await asyncio.wait([work])
+            await _until_done([work])
             self._room.give_back(place)
             raise
         return place
@@ -179,17 +184,20 @@ class Staging:
         count = range(len(piece.target_blocks))
         self._pack(convert(self._layout, piece.source_blocks, order.wire, count, piece.tokens), target)
 
-    def _send(self, sender: Sender, address: str, order: Ship, piece: Piece, place: int) -> asyncio.Task[ShipReport]:
-        ship = sender.ship(
-            address,
-            order.ticket,
-            _spans(place, piece.target_blocks, order.wire.block_bytes),
-            tuple(zip(piece.target_blocks, piece.generations, strict=True)),
-        )
-        task = asyncio.create_task(ship)
-        # Not in the coroutine: a task that is cancelled before its first step never comes to what it would clean up.
-        task.add_done_callback(lambda _: self._room.give_back(place))
-        return task
+    async def _send(
+        self, sender: Sender, address: str, order: Ship, piece: Piece, place: int, places: set[int]
+    ) -> ShipReport:
+        """Send a piece from its place, which is then free, and no more among ``places``."""
+        try:
+            return await sender.ship(
+                address,
+                order.ticket,
+                _spans(place, piece.target_blocks, order.wire.block_bytes),
+                tuple(zip(piece.target_blocks, piece.generations, strict=True)),
+            )
+        finally:
+            places.remove(place)
+            self._room.give_back(place)
 
     async def abort(self, ticket: bytes) -> None:
         """Stop every ship of ``ticket``; each of them raises soon, and reads the pool until then."""
@@ -214,6 +222,17 @@ class Staging:
         self._thread.shutdown(wait=True)
         if self._descriptor is not None:
             os.close(self._descriptor)
+
+
+async def _until_done(works: Collection[asyncio.Future[Any]]) -> None:
+    """Wait for all of them, whoever has lost patience meanwhile."""
+    while not all(work.done() for work in works):
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait(works)
+    for work in works:
+        # What it raised has been told, or is not wanted any more.
+        if not work.cancelled():
+            work.exception()
 
 
 def _spans(place: int, targets: tuple[int, ...], block_bytes: int) -> list[Span]:

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from kv_transfer.choice import Chooser, Receivers, listen
+from kv_transfer.choice import MODES, UNPINNED, Chooser, Receivers, listen
 from kv_transfer.transport import TransportConfig, Window
 from protocol.errors import ChannelLost, ConfigError, InvariantViolation, UnknownTransport
 
@@ -141,3 +141,9 @@ async def test_auto_goes_without_what_does_not_work_here() -> None:
     await receiver.close()
     with pytest.raises(ConfigError):
         listen("tcp", "no.such.host.invalid", memoryview(bytearray(64)), TransportConfig())
+
+
+def test_pages_go_only_where_no_library_may_have_pinned_them() -> None:
+    # UCX and NIXL register memory, and read or write the old pages for as long as they have it registered.
+    assert {"auto", "shm", "tcp", "inproc"} == UNPINNED
+    assert set(MODES) - UNPINNED == {"ucx", "ucxx", "nixl"}

@@ -171,7 +171,7 @@ def test_pages_of_what_is_unpacked_go_back_to_the_system(keep: bool) -> None:
     memory = LandingMemory(into(pool), WIRE, BLOCKS, keep=keep)
     assert memory.memory.nbytes == BLOCKS * WIRE.block_bytes
     memory.memory[:] = b"x" * memory.memory.nbytes
-    # 512 bytes to a block: blocks 5 ... 21 lie on pages 0 ... 2, and one page wholly within them.
+    # 256 elements, 512 bytes to a block: blocks 5 ... 21 begin and end within a page, with a whole one between.
     memory.discard([21, *range(5, 21)])
     kept = bytes(memory.memory)
     first, last = 5 * WIRE.block_bytes, 22 * WIRE.block_bytes

@@ -41,8 +41,7 @@ async def test_tokens_arrive_by_each_transport(scheme: str, tokens: range) -> No
         assert parts.arrived(ship)
         assert report.nbytes == sum(each.nbytes for each in parts.landed) == len(ship.target_blocks) * WIRE.block_bytes
         assert parts.packed == len(ship.target_blocks)
-        # Two pieces may be answered at once; the ship can be over a turn of the loop before the last one's room is free.
-        await until(lambda: not parts.staging._room.used, "its room")
+        assert parts.staging._room.used == 0
 
 
 async def test_neighbours_travel_as_one_span() -> None:
