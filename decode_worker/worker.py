@@ -18,15 +18,13 @@ import zmq.asyncio
 
 from decode_worker.config import DecodeConfig
 from decode_worker.imports import Imports
-from decode_worker.landing_memory import LandingMemory
 from decode_worker.peers import PrefillPeers
+from decode_worker.reception import Reception
 from decode_worker.scheduler import DecodeScheduler, Output, chunks_of
 from decode_worker.sequence import Sequence
 from engine.block_pool import BlockPool
 from engine.pool_watch import PoolWatch
-from kv_transfer.choice import UNPINNED, listen
-from kv_transfer.landing import Landing
-from kv_transfer.transport import Receiver, TransportConfig
+from kv_transfer.transport import TransportConfig
 from protocol.errors import (
     ContextLengthExceeded,
     InvalidRequest,
@@ -108,8 +106,16 @@ class DecodeWorker:
         context = zmq.asyncio.Context()
         resources.callback(context.term)
         wire = WireLayout(runner.layout, self.config.wire_dtype)
-        receiver = self._listen(wire, runner.cache.memory(), runner.num_blocks)
-        resources.push_async_callback(receiver.close)
+        config = TransportConfig(
+            timeout=self.config.transfer_timeout,
+            checksum=self.config.transfer_checksum,
+            secret=self.config.transfer_secret,
+            name=str(self.me),
+        )
+        transport, host = self.config.transport, self.config.bind_host
+        reception = Reception(runner.cache, runner.copies, wire, transport, host, config)
+        resources.push_async_callback(reception.close)
+        receiver = reception.receiver
         self._peers = PrefillPeers(
             context,
             self.me,
@@ -152,19 +158,6 @@ class DecodeWorker:
         resources.push_async_callback(self._loops.stop)
         self._loops.start("steps", self._steps())
         self._loops.start("ticks", self._ticks())
-
-    def _listen(self, wire: WireLayout, pool: memoryview, num_blocks: int) -> Receiver:
-        config = TransportConfig(
-            timeout=self.config.transfer_timeout,
-            checksum=self.config.transfer_checksum,
-            secret=self.config.transfer_secret,
-            name=str(self.me),
-        )
-        transport, host = self.config.transport, self.config.bind_host
-        if wire.as_in_pool:
-            return listen(transport, host, pool, config)
-        landing = LandingMemory(pool, wire, num_blocks, keep=transport not in UNPINNED)
-        return Landing(listen(transport, host, landing.memory, config), landing.unpack, landing.discard)
 
     async def wait(self) -> None:
         """Return once stopped; raise what ended a loop of ours before that."""

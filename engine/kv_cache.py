@@ -65,13 +65,18 @@ class KVCache:
         """K and V of one layer: strided views ``[num_blocks, *layout.inner_shape()]``."""
         return self._layers[index]
 
+    @property
+    def in_host_memory(self) -> bool:
+        """Whether :meth:`memory` can be had."""
+        return self.tensor.device.type == "cpu"
+
     def memory(self) -> memoryview:
         """The whole pool as writable bytes; valid as long as the view lives.
 
         Raises:
             EngineFailure: the pool is not in host memory.
         """
-        if self.tensor.device.type != "cpu":
+        if not self.in_host_memory:
             raise EngineFailure(f"the KV cache is on {self.tensor.device}, not in host memory")
         return self.tensor.view(torch.uint8).view(-1).numpy().data
 

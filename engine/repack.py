@@ -1,7 +1,8 @@
 """Makes blocks of another form out of a pool's blocks, and a pool's blocks out of those.
 
-Elements are moved and converted between two host memories; nothing is decided here. Blocking: call it in a thread of
-its own. The GIL is free while bytes move.
+Elements are moved and converted; nothing is decided here. :func:`pack` and :func:`unpack` do it between two host
+memories. Blocking: call them in a thread of its own. The GIL is free while bytes move. What they are made of works on
+tensors of any one device (:mod:`engine.device_pool`).
 """
 
 from __future__ import annotations
@@ -73,22 +74,36 @@ def pack(
         wire: of the target.
         incomplete: blocks that the moves do not fill; the rest of them becomes zero.
     """
+    if layout.dtype != wire.element:
+        pack_tensors(_elements(source, layout.dtype), moves, _raw(target), wire, incomplete)
+        return
+    _clear(_elements(target, wire.element), wire, incomplete)
+    for move in moves:
+        _copy(source, move, target, layout.itemsize)
+
+
+def pack_tensors(
+    pool: torch.Tensor, moves: Iterable[Move], made: torch.Tensor, wire: WireLayout, incomplete: Sequence[int]
+) -> None:
+    """:func:`pack` between tensors of one device.
+
+    Args:
+        pool: all elements, [elements].
+        moves: which elements go where.
+        made: bytes of whole wire blocks, [bytes]; all of it is written.
+        wire: of what is made.
+        incomplete: blocks that the moves do not fill; the rest of them becomes zero.
+    """
     if wire.scaled:
-        elements = torch.empty(target.nbytes // wire.block_bytes * wire.elements)
+        elements = torch.empty(made.nbytes // wire.block_bytes * wire.elements, device=made.device)
     else:
-        elements = _elements(target, wire.element)
-    for block in incomplete:
-        elements[block * wire.elements : (block + 1) * wire.elements] = 0
-    if layout.dtype == wire.element:
-        for move in moves:
-            _copy(source, move, target, layout.itemsize)
-    else:
-        pool = _elements(source, layout.dtype)
-        for move in moves:
-            wanted = pool.as_strided(move.shape, move.source_strides, move.source)
-            elements.as_strided(move.shape, move.target_strides, move.target).copy_(wanted)
+        elements = made.view(WIRE_DTYPES[wire.element])
+    _clear(elements, wire, incomplete)
+    for move in moves:
+        wanted = pool.as_strided(move.shape, move.source_strides, move.source)
+        elements.as_strided(move.shape, move.target_strides, move.target).copy_(wanted)
     if wire.scaled:
-        _quantise(elements, target, wire)
+        _quantise(elements, made.view(-1, wire.block_bytes), wire)
 
 
 def unpack(source: memoryview, wire: WireLayout, blocks: Iterable[int], pool: memoryview) -> None:
@@ -101,17 +116,39 @@ def unpack(source: memoryview, wire: WireLayout, blocks: Iterable[int], pool: me
         pool: of the layout ``wire.layout``.
     """
     cache = _elements(pool, wire.layout.dtype).view(-1, *wire.layout.pool_shape(1)[1:])
+    landed = _raw(source).view(-1, wire.block_bytes)
     for block in blocks:
-        bytes_of_block = source[block * wire.block_bytes : (block + 1) * wire.block_bytes]
-        if wire.scaled:
-            values, scales = _parts(bytes_of_block, wire)
-            cache[block] = _widened(values[0]).mul_(scales[0])
-        else:
-            cache[block] = _elements(bytes_of_block, wire.element).view(cache.shape[1:])
+        # One by one, which stays in the cache between the passes.
+        cache[block] = unpacked(landed[block : block + 1], wire)[0]
+
+
+def unpacked(landed: torch.Tensor, wire: WireLayout) -> torch.Tensor:
+    """Elements of whole wire blocks, to be converted to the pool's dtype.
+
+    Args:
+        landed: [blocks, wire.block_bytes] bytes.
+        wire: of them.
+
+    Returns:
+        ``[blocks, *wire.layout.pool_shape(1)[1:]]``, on the same device.
+    """
+    if wire.scaled:
+        values, scales = _parts(landed, wire)
+        return _widened(values).mul_(scales)
+    return landed.view(WIRE_DTYPES[wire.element]).view(-1, *wire.layout.pool_shape(1)[1:])
+
+
+def _raw(memory: memoryview) -> torch.Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _elements(memory: memoryview, dtype: WireDtype) -> torch.Tensor:
-    return torch.frombuffer(memory, dtype=torch.uint8).view(WIRE_DTYPES[dtype])
+    return _raw(memory).view(WIRE_DTYPES[dtype])
+
+
+def _clear(elements: torch.Tensor, wire: WireLayout, blocks: Iterable[int]) -> None:
+    for block in blocks:
+        elements[block * wire.elements : (block + 1) * wire.elements] = 0
 
 
 def _copy(source: memoryview, move: Move, target: memoryview, itemsize: int) -> None:
@@ -130,9 +167,8 @@ def _copy(source: memoryview, move: Move, target: memoryview, itemsize: int) -> 
     np.copyto(views[1], views[0])
 
 
-def _parts(memory: memoryview, wire: WireLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and scales of whole wire blocks; scales have size 1 in the dimensions that share one."""
-    raw = torch.frombuffer(memory, dtype=torch.uint8).view(-1, wire.block_bytes)
+def _parts(raw: torch.Tensor, wire: WireLayout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and scales of [blocks, bytes]; scales have size 1 in the dimensions that share one."""
     values = raw[:, : wire.elements].view(torch.float8_e4m3fn).view(-1, *wire.layout.pool_shape(1)[1:])
     layers, halves, heads = wire.scale_shape
     end = wire.scale_offset + layers * halves * heads * torch.float32.itemsize
@@ -141,11 +177,13 @@ def _parts(memory: memoryview, wire: WireLayout) -> tuple[torch.Tensor, torch.Te
     return values, scales
 
 
-def _quantise(elements: torch.Tensor, target: memoryview, wire: WireLayout) -> None:
-    values, scales = _parts(target, wire)
-    together = (3, 4) if wire.layout.order == "HND" else (2, 4)
-    # Block by block, which stays in the cache between these passes.
-    for block, value, scale in zip(elements.view(values.shape), values, scales, strict=True):
+def _quantise(elements: torch.Tensor, made: torch.Tensor, wire: WireLayout) -> None:
+    values, scales = _parts(made, wire)
+    together = (-2, -1) if wire.layout.order == "HND" else (-3, -1)
+    found = elements.view(values.shape)
+    # On a CPU block by block, which stays in the cache between these passes; elsewhere a launch costs more.
+    groups = zip(found, values, scales, strict=True) if made.device.type == "cpu" else [(found, values, scales)]
+    for block, value, scale in groups:
         largest = block.abs().amax(together, keepdim=True)
         # Infinity less itself is not a number: with one that is not finite, all that share its scale arrive so.
         scale.copy_(largest.add_(largest - largest).div_(FP8_MAX).clamp_(min=SMALLEST_SCALE))

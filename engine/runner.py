@@ -17,6 +17,7 @@ from engine.attention.backend import AttentionBackend
 from engine.batch import BatchLimits, Chunk, Draw, flatten
 from engine.checkpoint import Progress, load_weights
 from engine.config import EngineConfig
+from engine.copy_queue import CopyQueue, copy_queue
 from engine.kv_cache import TORCH_DTYPES, KVCache
 from engine.layer_watch import LayerWatch
 from engine.logit_rules import Row
@@ -43,6 +44,7 @@ class ModelRunner:
         vocab_size: token ids lie below this.
         max_model_len: prompt plus output tokens of one sequence at most.
         device: where model and cache are.
+        copies: orders copies out of and into the cache after the steps.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class ModelRunner:
         self.vocab_size = model_config.vocab_size
         self.max_model_len = resolve_max_model_len(config, model_config)
         self.device = backend.device
+        self.copies: CopyQueue = copy_queue(backend.device)
         self._model = model
         self._backend = backend
         self._limits = BatchLimits(
@@ -99,7 +102,7 @@ class ModelRunner:
         return cls(config, model_config, model, backend, cache)
 
     def execute(self, chunks: Sequence[Chunk], watch: LayerWatch | None = None) -> list[Draw | None]:
-        """One forward step of all ``chunks``; stores their K and V.
+        """One forward step of all ``chunks``; stores their K and V, on a GPU in the order that ``copies`` keeps.
 
         Args:
             chunks: the work.
@@ -111,7 +114,7 @@ class ModelRunner:
 
         Raises:
             InvariantViolation: a chunk names what is not there; nothing was stored.
-            EngineFailure: torch raised, or the logits are not finite.
+            EngineFailure: torch raised, or the logits are not finite; nothing is stored any more.
         """
         drawing = [
             (index, Row(chunk.sampling, chunk.position, chunk.history))
@@ -139,7 +142,7 @@ class ModelRunner:
             EngineFailure: torch raised.
         """
         batch = flatten(chunks, self._limits)
-        with _mapped(f"a step of {len(batch.token_ids)} tokens"), torch.inference_mode():
+        with _mapped(f"a step of {len(batch.token_ids)} tokens"), self._marked(), torch.inference_mode():
             hidden = self._model.hidden(
                 torch.from_numpy(batch.token_ids).to(self.device),
                 torch.from_numpy(batch.positions).to(self.device),
@@ -149,6 +152,18 @@ class ModelRunner:
             )
             return self._model.logits(hidden[torch.from_numpy(batch.logits_indices).to(self.device)])
 
+    @contextmanager
+    def _marked(self) -> Iterator[None]:
+        """Around what touches the cache: copies that follow it come after it; when it raises it is over."""
+        try:
+            yield
+        except BaseException:
+            # Whoever hears of it gives the blocks to others, which is not for a kernel to write then.
+            self.copies.mark()
+            self.copies.wait_for_steps()
+            raise
+        self.copies.mark()
+
     def _borders(self, watch: LayerWatch) -> OnLayer:
         last = self.layout.num_layers
 
@@ -156,7 +171,7 @@ class ModelRunner:
             if done % watch.every and done != last:
                 return
             if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+                torch.cuda.current_stream(self.device).synchronize()
             watch.tell(done)
 
         return on_layer

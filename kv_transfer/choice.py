@@ -11,7 +11,9 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
+from kv_transfer.memory import DeviceMemory
 from kv_transfer.transport import (
+    ON_DEVICES,
     SCHEMES,
     OnBroken,
     OnLanded,
@@ -26,8 +28,8 @@ from protocol.errors import ChannelLost, ConfigError, UnknownTransport
 
 AUTO = "auto"
 PREFERENCE = ("shm", "tcp")
-"""Schemes that ``auto`` uses, best first."""
-STANDING_IN: Mapping[str, tuple[str, ...]] = MappingProxyType({AUTO: PREFERENCE, "ucx": ("ucx", "ucxx")})
+"""Schemes that ``auto`` uses between host memories, best first."""
+STANDING_IN: Mapping[str, tuple[str, ...]] = MappingProxyType({AUTO: ("cuda_ipc", *PREFERENCE), "ucx": ("ucx", "ucxx")})
 """Schemes that a mode may use, best first; any other mode is the one scheme that it names."""
 UNPINNED = frozenset({AUTO, *PREFERENCE, "inproc"})
 """Modes by which nothing pins a receiver's memory: its pages may go and come again."""
@@ -55,7 +57,7 @@ class Receivers(Receiver):
     @property
     def addresses(self) -> tuple[str, ...]:
         """Of each of them."""
-        return tuple(receiver.address for receiver in self._receivers)
+        return tuple(address for receiver in self._receivers for address in receiver.addresses)
 
     def open(self, window: Window, on_landed: OnLanded, on_broken: OnBroken) -> None:
         """See :meth:`Receiver.open`. What the first accepts the others do, for they have the same windows."""
@@ -87,6 +89,8 @@ def listen(mode: str, host: str, memory: memoryview, config: TransportConfig) ->
         ConfigError: not one can be used here.
     """
     schemes = schemes_of(mode)
+    if len(schemes) > 1:
+        schemes = tuple(scheme for scheme in schemes if scheme not in ON_DEVICES)
     if len(schemes) == 1:
         return make_receiver(_bind(mode, host), memory, config)
     receivers: list[Receiver] = []
@@ -104,13 +108,35 @@ def listen(mode: str, host: str, memory: memoryview, config: TransportConfig) ->
     return Receivers(receivers)
 
 
+def listen_on_device(mode: str, memory: DeviceMemory, config: TransportConfig) -> Receiver | None:
+    """A receiver into memory of a device; None where ``mode`` does without.
+
+    Args:
+        mode: a scheme, or ``auto``.
+        memory: of the pool.
+        config: of each transport.
+
+    Raises:
+        ConfigError: the mode is such a scheme, and it cannot be used here.
+    """
+    if not ON_DEVICES.intersection(schemes_of(mode)):
+        return None
+    try:
+        return make_receiver("cuda_ipc://*", memory, config)
+    except ConfigError as error:
+        if mode != AUTO:
+            raise
+        logger.warning("not listening by cuda_ipc: %s", error.message)
+        return None
+
+
 def schemes_of(mode: str) -> tuple[str, ...]:
     """The schemes that a mode may use, best first."""
     return STANDING_IN.get(mode, (mode,))
 
 
 def _bind(scheme: str, host: str) -> str:
-    return f"{scheme}://*" if scheme in ("inproc", "shm") else f"{scheme}://{host}:0"
+    return f"{scheme}://*" if scheme in ("inproc", "shm", "cuda_ipc") else f"{scheme}://{host}:0"
 
 
 class Chooser:
@@ -146,6 +172,7 @@ class Chooser:
         self._mode = mode
         self._reach = reach
         self._chosen: dict[tuple[str, ...], str] = {}
+        self._refused: dict[str, str] = {}
         self._told: set[tuple[str, ...]] = set()
         self.fallbacks = 0
 
@@ -161,12 +188,20 @@ class Chooser:
             if len(self._chosen) >= MAX_REMEMBERED:
                 self._chosen.clear()
                 self._told.clear()
+                self._refused.clear()
             chosen = self._chosen[addresses] = self._pick(addresses)
         return chosen
 
     def forget(self, addresses: tuple[str, ...]) -> None:
         """Choose anew next time: what was chosen failed."""
         self._chosen.pop(addresses, None)
+
+    def avoid(self, address: str, reason: str) -> None:
+        """Never choose this address again: who is there cannot take what we offer by this transport."""
+        if len(self._refused) >= MAX_REMEMBERED:
+            self._refused.clear()
+        self._refused[address] = reason
+        self._chosen = {offered: chosen for offered, chosen in self._chosen.items() if chosen != address}
 
     def _pick(self, addresses: tuple[str, ...]) -> str:
         offered = {address.partition("://")[0]: address for address in reversed(addresses)}
@@ -178,10 +213,11 @@ class Chooser:
             )
         reasons: list[str] = []
         for scheme in wanted:
-            reason = self._unusable.get(scheme) or self._reach(offered[scheme])
+            address = offered[scheme]
+            reason = self._unusable.get(scheme) or self._refused.get(address) or self._reach(address)
             if reason is None:
-                self._tell(addresses, offered[scheme], reasons)
-                return offered[scheme]
+                self._tell(addresses, address, reasons)
+                return address
             reasons.append(f"{scheme}: {reason}")
         raise ChannelLost(f"no transport reaches the decode worker: {'; '.join(reasons)}")
 

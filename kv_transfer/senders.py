@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kv_transfer.memory import DeviceMemory
 from kv_transfer.transport import Sender, TransportConfig, make_sender, scheme_of
 
 
@@ -16,7 +17,7 @@ class Senders:
         descriptor: of the sealed memfd that ``memory`` is the whole of, where it is one.
     """
 
-    def __init__(self, memory: memoryview, config: TransportConfig, descriptor: int | None) -> None:
+    def __init__(self, memory: memoryview | DeviceMemory, config: TransportConfig, descriptor: int | None) -> None:
         self._memory = memory
         self._config = config
         self._descriptor = descriptor

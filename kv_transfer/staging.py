@@ -1,4 +1,6 @@
-"""Ships for readers whose blocks have another form: packed into a bounded memory of our own, and sent from there.
+"""Ships that cannot go straight from the pool: packed into a bounded memory of our own, and sent from there.
+
+The reader's blocks have another form, or the pool is not in host memory.
 
 Life cycle of a piece of a ship (some of its target blocks): waits for room -> is packed, in a thread -> travels ->
 gives its room back. While one piece travels the next is packed. A ship that is aborted begins no further piece.
@@ -37,6 +39,8 @@ SHARES = 4
 
 Pack = Callable[[Conversion, memoryview], None]
 """Makes the target blocks 0, 1, ... of a conversion in the given memory; blocking."""
+Gather = Callable[[tuple[int, ...], memoryview], None]
+"""Copies whole blocks as they are, one behind the other, into the given memory; blocking."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +94,23 @@ class Staging:
         descriptor: of the sealed memfd that ``memory`` is the whole of, where it is one; closed at the end.
         pack: reads the pool.
         config: of the transports.
+        gather: reads the pool for readers whose blocks are as ours; None leaves these to ``pack`` as well.
     """
 
     def __init__(
-        self, layout: KVLayout, memory: memoryview, descriptor: int | None, pack: Pack, config: TransportConfig
+        self,
+        layout: KVLayout,
+        memory: memoryview,
+        descriptor: int | None,
+        pack: Pack,
+        config: TransportConfig,
+        gather: Gather | None = None,
     ) -> None:
         self._layout = layout
         self._memory = as_bytes(memory, writable=True)
         self._descriptor = descriptor
         self._pack = pack
+        self._gather = gather
         self._room = Room(self._memory.nbytes)
         self._senders = Senders(self._memory, config, descriptor)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
@@ -166,6 +178,9 @@ class Staging:
         return place
 
     def _make(self, order: Ship, piece: Piece, target: memoryview) -> None:
+        if self._gather is not None and order.layout == self._layout and order.wire.as_in_pool:
+            self._gather(piece.source_blocks, target)
+            return
         count = range(len(piece.target_blocks))
         self._pack(convert(self._layout, piece.source_blocks, order.wire, count, piece.tokens), target)
 

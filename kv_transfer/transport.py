@@ -24,6 +24,7 @@ from functools import partial
 from types import MappingProxyType, ModuleType
 
 from kv_transfer.band import Band
+from kv_transfer.memory import DeviceMemory
 from kv_transfer.span import Span
 from protocol.errors import ConfigError, TransferError, UnknownTransport
 
@@ -34,7 +35,7 @@ MAX_NAME = 160
 NAME = re.compile(rf"[A-Za-z0-9._@-]{{1,{MAX_NAME}}}")
 """What a party of a KV connection is called: a worker's name and incarnation."""
 SCHEMES: Mapping[str, str] = MappingProxyType(
-    {name: f"kv_transfer.{name}" for name in ("inproc", "shm", "tcp", "ucx", "ucxx", "nixl")}
+    {name: f"kv_transfer.{name}" for name in ("inproc", "shm", "tcp", "ucx", "ucxx", "nixl", "cuda_ipc")}
 )
 """Module of each scheme. It is imported when first asked for, and has ``receiver`` and ``sender`` functions.
 
@@ -44,6 +45,8 @@ finds on this machine has ``describe``.
 """
 SHARED = frozenset({"shm"})
 """Schemes whose senders share their memory, and need its descriptor."""
+ON_DEVICES = frozenset({"cuda_ipc"})
+"""Schemes between pools on devices, and no others; the rest is between host memories."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,8 +282,10 @@ def _module(scheme: str) -> ModuleType:
     return importlib.import_module(SCHEMES[scheme])
 
 
-def make_receiver(bind: str, memory: memoryview, config: TransportConfig | None = None) -> Receiver:
+def make_receiver(bind: str, memory: memoryview | DeviceMemory, config: TransportConfig | None = None) -> Receiver:
     """A receiver of the transport that ``bind`` names (``"tcp://127.0.0.1:0"``), writing ``memory``.
+
+    It is memory of a device for a scheme in ON_DEVICES.
 
     Raises:
         UnknownTransport: no transport has that scheme; lists the known ones.
@@ -291,13 +296,17 @@ def make_receiver(bind: str, memory: memoryview, config: TransportConfig | None 
 
 
 def make_sender(
-    scheme: str, memory: memoryview, config: TransportConfig | None = None, *, descriptor: int | None = None
+    scheme: str,
+    memory: memoryview | DeviceMemory,
+    config: TransportConfig | None = None,
+    *,
+    descriptor: int | None = None,
 ) -> Sender:
     """A sender of the transport ``scheme`` (``"tcp"``), reading ``memory``.
 
     Args:
         scheme: of the receivers' addresses.
-        memory: what is read.
+        memory: what is read; of a device for a scheme in ON_DEVICES.
         config: settings.
         descriptor: of the sealed memfd that ``memory`` is the whole of, where it is one.
 

@@ -25,8 +25,9 @@ class PrefillConfig:
         transfer_checksum: send a checksum with the blocks.
         transfer_secret: what both ends of a KV connection must know; empty lets everybody in.
         layers_per_ship: the last chunk of a prompt ships in ranges of so many layers while its later ones compute;
-            0 ships it whole, once its step has ended.
-        staging_bytes: memory at most in which blocks are made for decode workers whose blocks have another form.
+            0 ships it whole, once its step has ended, and so does a pool on a GPU.
+        staging_bytes: memory at most in which blocks are made that cannot go straight from the pool: the decode
+            worker's have another form, or the pool is on a GPU.
         max_waiting: prompts in the queue before new ones are refused.
 
     Raises:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 
 from engine.block_pool import BlockPool, HolderKind, Owner
+from engine.device_pool import DevicePool
 from kv_transfer.choice import Chooser
 from kv_transfer.instructions import (
     Failed,
@@ -26,9 +27,9 @@ from kv_transfer.instructions import (
 from kv_transfer.lease import LeaseBook
 from kv_transfer.lease_state import Layers
 from kv_transfer.tally import Tally
-from kv_transfer.transport import SHARED, TransportConfig, scheme_of
+from kv_transfer.transport import TransportConfig, scheme_of
 from prefill_worker.shipping import Shipping
-from protocol.errors import ChannelLost, KVFerryError, Preempted, TransferError
+from protocol.errors import ChannelLost, KVFerryError, Preempted, TransferError, TransportRefused
 from protocol.ids import Peer, RequestKey
 from protocol.layout import KVLayout
 from protocol.messages import Abort, ErrorInfo, Grant, Message, Prefill, Renew, Settle
@@ -53,14 +54,14 @@ class Exports:
     Args:
         pool: whose blocks are leased.
         layout: of the pool.
-        memory: the pool's bytes.
+        memory: the pool's bytes, or the pool where it is on a device.
         descriptor: of the pool's memory where that can be shared.
         mode: which transport to use, as :mod:`kv_transfer.choice` names it.
         send: sends a message to a decode worker.
         failed: tells the worker that a lease ended badly.
         closed: tells the worker that a lease has given back its blocks.
         transport: settings of the transports.
-        staging_bytes: memory in which blocks are made for readers whose blocks have another form.
+        staging_bytes: memory in which blocks are made that cannot go straight from the pool.
 
     Attributes:
         kv_blocks, kv_bytes, kv_seconds: shipped and acknowledged so far.
@@ -72,7 +73,7 @@ class Exports:
         self,
         pool: BlockPool,
         layout: KVLayout,
-        memory: memoryview,
+        memory: memoryview | DevicePool,
         *,
         descriptor: int | None,
         mode: str,
@@ -89,12 +90,11 @@ class Exports:
         self.kv_seconds = 0.0
         self._pool = pool
         self._layout = layout
-        unusable = {} if descriptor is not None else dict.fromkeys(SHARED, "the pool is not in shared memory")
-        self.chooser = Chooser(mode, unusable)
+        self._shipping = Shipping(layout, memory, descriptor, transport, staging_bytes)
+        self.chooser = Chooser(mode, self._shipping.unusable)
         self._send = send
         self._failed = failed
         self._closed = closed
-        self._shipping = Shipping(layout, memory, descriptor, transport, staging_bytes)
         self._readers: dict[str, Peer] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -213,14 +213,17 @@ class Exports:
         task.add_done_callback(self._tasks.discard)
 
     async def _ship(self, order: Ship) -> None:
-        address = ""
+        address, offered = "", order.addresses
         try:
-            address = self.chooser.choose(order.addresses)
+            offered = self._shipping.ways(order)
+            address = self.chooser.choose(offered)
             report = await self._shipping.ship(address, order)
         except Exception as error:
             # Whatever went wrong, the book must hear of it: without a report the blocks would drain for ever.
             if isinstance(error, ChannelLost):
-                self.chooser.forget(order.addresses)
+                self.chooser.forget(offered)
+            elif isinstance(error, TransportRefused):
+                self.chooser.avoid(address, error.message)
             cause = error if isinstance(error, KVFerryError) else TransferError(f"ship {order.ship_id} failed: {error}")
             if cause is not error:
                 logger.exception("ship %d of %s failed", order.ship_id, order.key)

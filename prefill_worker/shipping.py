@@ -1,24 +1,32 @@
 """The way of a ship's bytes out of the pool: straight from it for a reader of the same layout, else by way of staging.
 
+From a pool on a GPU blocks go straight to a pool on a GPU of the same host, by a transport for that. Any others go by
+staging, whose memory is pinned.
+
 Life cycle: made, :meth:`Shipping.ship` and :meth:`Shipping.abort` at will, :meth:`Shipping.close` once; one event loop.
 Staging memory is taken when the first reader needs it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
 
+from engine.device_pool import DevicePool
 from engine.repack import pack
 from engine.shared_memory import allocate
 from kv_transfer.band import Band
 from kv_transfer.conversion import Conversion
 from kv_transfer.instructions import Ship
+from kv_transfer.memory import DeviceMemory
 from kv_transfer.plan import plan
 from kv_transfer.senders import Senders
 from kv_transfer.staging import Staging
-from kv_transfer.transport import ShipReport, TransportConfig
-from protocol.errors import EngineFailure, LayoutMismatch
+from kv_transfer.transport import ON_DEVICES, SHARED, ShipReport, TransportConfig
+from protocol.errors import ConfigError, EngineFailure, LayoutMismatch
 from protocol.layout import KVLayout
 from protocol.wire_layout import WireLayout
 
@@ -33,39 +41,63 @@ class Shipping:
 
     Args:
         layout: of the pool.
-        memory: the pool's bytes.
+        memory: the pool's bytes, or the pool where it is on a device.
         descriptor: of the pool's memory where that can be shared.
         config: of the transports.
-        staging_bytes: memory in which blocks are made for readers whose blocks have another form.
+        staging_bytes: memory in which blocks are made that cannot go straight from the pool.
+
+    Attributes:
+        unusable: schemes that cannot be used with this pool, and why.
     """
 
     def __init__(
         self,
         layout: KVLayout,
-        memory: memoryview,
+        memory: memoryview | DevicePool,
         descriptor: int | None,
         config: TransportConfig,
         staging_bytes: int,
     ) -> None:
         self._layout = layout
-        self._memory = memory
-        self._shared = descriptor is not None
         self._config = config
         self._staging_bytes = staging_bytes
-        self._senders = Senders(memory, config, descriptor)
+        self._device = memory if isinstance(memory, DevicePool) else None
+        self._memory = memoryview(b"") if isinstance(memory, DevicePool) else memory
+        self._senders = Senders(_direct(memory), config, descriptor)
+        self.unusable = self._find_unusable(descriptor)
+        self._steps = ThreadPoolExecutor(max_workers=1, thread_name_prefix="steps")
         self._staging: Staging | None = None
+        self._pinned: memoryview | None = None
         self._told: set[WireLayout] = set()
+
+    def ways(self, order: Ship) -> tuple[str, ...]:
+        """The addresses of a ship's reader that it may go to.
+
+        Raises:
+            LayoutMismatch: there is none, for blocks would have to be converted on the way; names both values.
+        """
+        if self._as_they_are(order):
+            return order.addresses
+        found = tuple(address for address in order.addresses if not _on_device(address))
+        if not found:
+            differing = "; ".join(self._layout.differences(order.layout)) or f"sent as {order.wire.element}"
+            raise LayoutMismatch(f"the decode worker's transports convert nothing: {differing}")
+        return found
 
     async def ship(self, address: str, order: Ship) -> ShipReport:
         """Carry a ship out; when this has returned or raised, no byte of the pool is read for it any more.
 
         Raises:
             LayoutMismatch: the reader's blocks cannot be made out of ours; names both values.
-            EngineFailure: there is no memory for staging.
+            EngineFailure: there is no memory for staging, or the device has failed.
             TransferError: as :meth:`kv_transfer.transport.Sender.ship`.
         """
-        if order.layout != self._layout or not order.wire.as_in_pool:
+        assert order.layers is None or self._device is None, "blocks on a device are shipped whole"
+        if not self._as_they_are(order) or (self._device is not None and not _on_device(address)):
             return await self._staged(order.wire).ship(address, order)
+        if self._device is not None:
+            # Another process's copies are in no order with our steps.
+            await asyncio.get_running_loop().run_in_executor(self._steps, self._device.queue.wait_for_steps)
         if order.layers is None:
             band, spans = None, plan(self._layout, order.source_blocks, order.layout, order.target_blocks)
         else:
@@ -73,6 +105,25 @@ class Shipping:
             spans = band.spans(order.source_blocks, order.target_blocks)
         named = tuple(zip(order.target_blocks, order.generations, strict=True))
         return await self._senders.find(address).ship(address, order.ticket, spans, named, band=band)
+
+    def _find_unusable(self, descriptor: int | None) -> dict[str, str]:
+        reasons: dict[str, str] = {}
+        can_share = hasattr(os, "memfd_create") if self._device is not None else descriptor is not None
+        if not can_share:
+            reasons |= dict.fromkeys(SHARED, "the pool is not in shared memory")
+        for scheme in ON_DEVICES:
+            reasons[scheme] = "the pool is in host memory"
+            if self._device is not None and self._device.device_index is not None:
+                # Whether it can be shared shows when that is tried, and the worker should know before the first ship.
+                try:
+                    self._senders.find(f"{scheme}://")
+                    del reasons[scheme]
+                except ConfigError as error:
+                    reasons[scheme] = error.message
+        return reasons
+
+    def _as_they_are(self, order: Ship) -> bool:
+        return order.layout == self._layout and order.wire.as_in_pool
 
     async def abort(self, ticket: bytes) -> None:
         """Stop every ship under ``ticket``; each of them raises."""
@@ -85,12 +136,20 @@ class Shipping:
         await self._senders.close()
         if self._staging is not None:
             await self._staging.close()
+        if self._pinned is not None and self._device is not None:
+            self._device.queue.unpin(self._pinned)
+            self._pinned = None
+        self._steps.shutdown(wait=True)
 
     def _staged(self, wire: WireLayout) -> Staging:
         fatal = self._layout.geometry_differences(wire.layout)
         if fatal:
             raise LayoutMismatch("layouts here and there cannot be converted: " + "; ".join(fatal))
-        if wire not in self._told and len(self._told) < MAX_TOLD:
+        if (
+            (wire.layout != self._layout or not wire.as_in_pool)
+            and wire not in self._told
+            and len(self._told) < MAX_TOLD
+        ):
             self._told.add(wire)
             differing = self._layout.differences(wire.layout)
             logger.info("KV is converted on its way: %s", "; ".join([*differing, f"sent as {wire.element}"]))
@@ -99,13 +158,33 @@ class Shipping:
                 memory, descriptor = self._allocate()
             except (OSError, OverflowError) as error:
                 raise EngineFailure(f"cannot allocate staging_bytes {self._staging_bytes}: {error}") from error
-            self._staging = Staging(self._layout, memoryview(memory), descriptor, self._pack, self._config)
+            view = memoryview(memory)
+            gather = None
+            if self._device is not None:
+                self._pinned = view if self._device.queue.pin(view) else None
+                gather = self._device.gather
+            self._staging = Staging(self._layout, view, descriptor, self._pack, self._config, gather)
         return self._staging
 
     def _allocate(self) -> tuple[mmap.mmap, int | None]:
-        if self._shared:
+        if hasattr(os, "memfd_create"):
             return allocate(self._staging_bytes, "kvferry-staging")
         return mmap.mmap(-1, self._staging_bytes), None
 
     def _pack(self, conversion: Conversion, target: memoryview) -> None:
+        if self._device is not None:
+            self._device.pack(conversion.moves, target, conversion.target, conversion.incomplete)
+            return
         pack(self._memory, conversion.source, conversion.moves, target, conversion.target, conversion.incomplete)
+
+
+def _direct(memory: memoryview | DevicePool) -> memoryview | DeviceMemory:
+    """What transports read without staging; of a device that none of them knows, nothing."""
+    if not isinstance(memory, DevicePool):
+        return memory
+    index = memory.device_index
+    return memoryview(b"") if index is None else DeviceMemory(memory.data_ptr, memory.nbytes, index)
+
+
+def _on_device(address: str) -> bool:
+    return address.partition("://")[0] in ON_DEVICES

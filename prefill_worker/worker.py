@@ -18,6 +18,7 @@ import zmq.asyncio
 
 from engine.batch import Draw
 from engine.block_pool import BlockPool
+from engine.device_pool import DevicePool
 from engine.layer_watch import LayerWatch
 from engine.pool_watch import PoolWatch
 from kv_transfer.transport import TransportConfig
@@ -111,8 +112,8 @@ class PrefillWorker:
         self._exports = Exports(
             self.pool,
             runner.layout,
-            runner.cache.memory(),
-            descriptor=runner.cache.descriptor,
+            runner.cache.memory() if runner.cache.in_host_memory else DevicePool(runner.cache, runner.copies),
+            descriptor=runner.cache.descriptor if runner.cache.in_host_memory else None,
             mode=self.config.transport,
             send=self._send_to_reader,
             failed=self._lease_failed,
@@ -319,7 +320,7 @@ class PrefillWorker:
 
     def _shipped_by_layers(self, step: Sequence[Work]) -> dict[RequestKey, tuple[int, ...]]:
         """Blocks that ship while the step computes them: those of last chunks, for nothing computes after these."""
-        if not self.config.layers_per_ship:
+        if not self.config.layers_per_ship or not self._stepper.runner.cache.in_host_memory:
             return {}
         last = (work for work in step if work.last and work.prompt.request.handoff is not None)
         return {work.prompt.key: self._scheduler.completes(work) for work in last}

@@ -33,7 +33,8 @@ succeed (``retryable``). Exceptions of other libraries are mapped to these at th
     │   ├── TicketRejected            ticket_rejected            retryable
     │   ├── IntegrityMismatch         integrity_mismatch         retryable
     │   ├── LayoutMismatch            layout_mismatch
-    │   └── UnknownTransport          unknown_transport
+    │   ├── UnknownTransport          unknown_transport
+    │   └── TransportRefused          transport_refused          retryable
     ├── ProtocolError                 protocol_error
     │   ├── VersionMismatch           version_mismatch
     │   ├── AuthenticationFailed      authentication_failed
@@ -256,6 +257,12 @@ class UnknownTransport(TransferError):
 
     code = "unknown_transport"
     retryable = False
+
+
+class TransportRefused(TransferError):
+    """The receiver cannot read by this transport what the sender offers; another one may do."""
+
+    code = "transport_refused"
 
 
 class ProtocolError(KVFerryError):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,26 @@ def tiny_llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from checkpoints import tiny_llama  # imports transformers, which most tests do without
 
     return tiny_llama(tmp_path_factory.mktemp("tiny") / "llama")
+
+
+@pytest.fixture(scope="session")
+def cuda_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from cuda_here import build_stand_in
+
+    return build_stand_in(tmp_path_factory.mktemp("cuda"))
+
+
+@pytest.fixture
+def cuda(cuda_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The stand-in for NVIDIA's driver."""
+    from cuda_here import set_up
+
+    from kv_transfer.cuda_ipc import driver
+    from kv_transfer.cuda_ipc.target import DeviceCopier
+
+    monkeypatch.setattr(driver, "LIBRARY", str(cuda_library))
+    # Host memory is slower: a batch is to take no longer than it would there.
+    monkeypatch.setattr(DeviceCopier, "batch_bytes", 1 << 20)
+    set_up(cuda_library)
+    yield cuda_library
+    set_up(cuda_library)

@@ -9,7 +9,7 @@ import pytest
 
 from kv_transfer.carried import serving
 from kv_transfer.carried.staging import Bytes, Piece
-from kv_transfer.shm.copying import Copier, Run
+from kv_transfer.shm.copying import HostCopier, Run
 from kv_transfer.tcp.address import parse
 from kv_transfer.ucx.channel import Channel, Stop
 
@@ -86,7 +86,7 @@ class BadMemory:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.strikes = False
-        copy, move, scattered = Copier.copy, Channel.move, serving.scatter
+        copy, move, scattered = HostCopier.copy, Channel.move, serving.scatter
 
         def bad_scatter(slot: Bytes, pool: Bytes, pieces: Sequence[Piece]) -> None:
             scattered(slot, pool, pieces)
@@ -94,7 +94,7 @@ class BadMemory:
                 self.strikes = False
                 pool[pieces[len(pieces) // 2][0]] ^= 1
 
-        def bad_copy(copier: Copier, batch: Sequence[Run]) -> None:
+        def bad_copy(copier: HostCopier, batch: Sequence[Run]) -> None:
             copy(copier, batch)
             if self.strikes:
                 self.strikes = False
@@ -116,7 +116,7 @@ class BadMemory:
                     quiet.add_done_callback(flip)
             return quiet
 
-        patch.setattr(Copier, "copy", bad_copy)
+        patch.setattr(HostCopier, "copy", bad_copy)
         patch.setattr(Channel, "move", bad_move)
         patch.setattr(serving, "scatter", bad_scatter)
 

@@ -10,7 +10,7 @@ from kv_transfer.transport import Receiver, Sender, TransportConfig, make_receiv
 from protocol.errors import ConfigError
 
 WITHIN_ONE_PROCESS = ("inproc",)
-NAMED = ("shm",)
+NAMED = ("shm", "cuda_ipc")
 """Schemes whose addresses are names on this machine, a fresh one for ``*``."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

@@ -21,17 +21,19 @@ from __future__ import annotations
 from kv_transfer.shm.endpoint import why_unreachable
 from kv_transfer.shm.receiver import ShmReceiver
 from kv_transfer.shm.sender import ShmSender
+from kv_transfer.shm.source import SealedSource
+from kv_transfer.shm.target import HostTarget
 from kv_transfer.transport import Receiver, Sender, TransportConfig
 
 
 def receiver(bind: str, memory: memoryview, config: TransportConfig) -> Receiver:
     """A receiver that listens at ``bind``."""
-    return ShmReceiver(bind, memory, config)
+    return ShmReceiver(bind, HostTarget(memory), config)
 
 
 def shared_sender(memory: memoryview, config: TransportConfig, descriptor: int | None) -> Sender:
     """A sender of the memory that ``descriptor`` is of."""
-    return ShmSender(memory, config, descriptor)
+    return ShmSender(SealedSource(memory, descriptor), config)
 
 
 __all__ = ["ShmReceiver", "ShmSender", "receiver", "shared_sender", "why_unreachable"]

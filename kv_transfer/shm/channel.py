@@ -15,9 +15,10 @@ from typing import cast
 
 from kv_transfer import hello
 from kv_transfer.shm import endpoint, sealed, wire
+from kv_transfer.shm.source import Source
 from kv_transfer.shm.wire import Verdict
 from kv_transfer.transport import TransportConfig
-from protocol.errors import ChannelLost, IntegrityMismatch, KVFerryError, MalformedFrame, TicketRejected
+from protocol.errors import ChannelLost, IntegrityMismatch, KVFerryError, TicketRejected
 
 LOOKS_PER_TIMEOUT = 8
 
@@ -27,8 +28,7 @@ class Channel(asyncio.Protocol):
 
     Args:
         address: of the receiver.
-        pool: descriptor of the memory that ships are read from.
-        pool_bytes: its length.
+        source: the memory that ships are read from.
         ledger: descriptor of the ledger.
         config: timeout is after how many seconds without progress the receiver is given up.
         copied: bytes that the receiver has copied of the ship with this ledger slot.
@@ -45,8 +45,7 @@ class Channel(asyncio.Protocol):
     def __init__(
         self,
         address: str,
-        pool: int,
-        pool_bytes: int,
+        source: Source,
         ledger: int,
         config: TransportConfig,
         copied: Callable[[int], int],
@@ -68,13 +67,14 @@ class Channel(asyncio.Protocol):
         self._answers = 0
         self._still_since = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
-        self._memory = (pool, pool_bytes, ledger)
+        self._source = source
+        self._ledger = ledger
         self._connection = endpoint.connect(address)
         self._watch()
         self._attaching = self._loop.create_task(self._attach())
 
     async def _greet(self) -> None:
-        party = hello.Party("shm", (wire.LOWEST_VERSION, wire.HIGHEST_VERSION), self._config)
+        party = hello.Party(self._source.scheme, self._source.versions, self._config)
         talk = hello.greet(party)
         heard: bytes | None = None
         while True:
@@ -98,12 +98,11 @@ class Channel(asyncio.Protocol):
         return data
 
     def _offer(self) -> None:
-        pool, pool_bytes, ledger = self._memory
-        # File descriptions of their own: the pool's cannot write, and the ledger's has its own locks.
-        given = [sealed.reopen(pool, writable=False)]
+        words, given = self._source.offer()
         try:
-            given.append(sealed.reopen(ledger, writable=True))
-            socket.send_fds(self._connection, [wire.pack_offer(pool_bytes)], given)
+            # An open file description of its own, for that is what has the locks.
+            given.append(sealed.reopen(self._ledger, writable=True))
+            socket.send_fds(self._connection, [words], given)
         finally:
             for descriptor in given:
                 os.close(descriptor)
@@ -210,7 +209,7 @@ class Channel(asyncio.Protocol):
         self._answers += 1
         if kind is wire.WELCOME:
             if verdict is not Verdict.LANDED:
-                raise MalformedFrame(f"the receiver turned us away: {reason}")
+                raise self._source.refusal(f"the receiver turned us away: {reason}")
             self.opened.set_result(None)
             return True
         _, done = self._waiting.pop(ship, (0, None))

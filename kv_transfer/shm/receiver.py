@@ -1,4 +1,4 @@
-"""The decode side of the shared-memory transport.
+"""The decode side of the shared-memory transports.
 
 Life cycle: made (bound, accepting) -> windows open and close -> closed (threads joined, name free). One thread accepts,
 and one serves each peer.
@@ -11,9 +11,9 @@ import socket
 import time
 from threading import Lock, Thread, current_thread
 
-from kv_transfer.memory import as_bytes
-from kv_transfer.shm.endpoint import SCHEME, check_user, listen, name_of
+from kv_transfer.shm.endpoint import check_user, listen, name_of
 from kv_transfer.shm.serving import Service
+from kv_transfer.shm.target import Target
 from kv_transfer.transport import OnBroken, OnLanded, Receiver, TransportConfig, Window
 from kv_transfer.windows import WindowBook
 from protocol.errors import ChannelLost, KVFerryError
@@ -30,29 +30,30 @@ class ShmReceiver(Receiver):
 
     Args:
         bind: ``shm://name``, or ``shm://*`` for a fresh name.
-        memory: writable; it need not be shared itself.
+        target: what is written; taken over.
         config: timeout is what a new connection has for its hello, secret what it must know.
 
     Raises:
-        ConfigError: the name cannot be taken, or the memory not written.
+        ConfigError: the name cannot be taken.
     """
 
-    def __init__(self, bind: str, memory: memoryview, config: TransportConfig) -> None:
-        self._memory = as_bytes(memory, writable=True)
+    def __init__(self, bind: str, target: Target, config: TransportConfig) -> None:
+        self._target = target
         self._config = config
-        self._book = WindowBook(self._memory.nbytes)
+        self._book = WindowBook(target.nbytes)
         self._closed = False
         self._lock = Lock()
         self._services: dict[Thread, Service] = {}
-        name = name_of(bind)
-        self._address = SCHEME + name
+        name = name_of(bind, target.scheme)
+        self._address = f"{target.scheme}://{name}"
+        self._name = name
         self._listener = listen(name, BACKLOG)
         self._thread = Thread(target=self._accept, name=f"kv-shm-accept-{name[:8]}")
         self._thread.start()
 
     @property
     def address(self) -> str:
-        """``shm://name``."""
+        """``shm://name``, or of the scheme of the target."""
         return self._address
 
     def open(self, window: Window, on_landed: OnLanded, on_broken: OnBroken) -> None:
@@ -80,7 +81,7 @@ class ShmReceiver(Receiver):
         for thread, service in left.items():
             service.end()
             thread.join()
-        self._memory = memoryview(b"")
+        self._target.close()
 
     def _accept(self) -> None:
         with self._listener:
@@ -105,8 +106,8 @@ class ShmReceiver(Receiver):
         if full or self._closed:
             connection.close()
             return
-        service = Service(connection, self._book, self._memory, self._config)
-        thread = Thread(target=self._serve, args=(service,), name=f"kv-shm-serve-{self._address[6:14]}")
+        service = Service(connection, self._book, self._target, self._config)
+        thread = Thread(target=self._serve, args=(service,), name=f"kv-shm-serve-{self._name[:8]}")
         with self._lock:
             self._services[thread] = service
         thread.start()

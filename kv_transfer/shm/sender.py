@@ -1,4 +1,4 @@
-"""The prefill side of the shared-memory transport. Receivers do the copying; its one thread reckons checksums, if any.
+"""The prefill side of the shared-memory transports. Receivers do the copying; its one thread reckons checksums, if any.
 
 Life cycle: made -> ships come and go, connections are made when first needed and kept -> closed.
 
@@ -11,22 +11,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from kv_transfer.band import Band
 from kv_transfer.checksum import reckon
-from kv_transfer.memory import as_bytes
 from kv_transfer.ships import Ship, ShipBook, check_ship
-from kv_transfer.shm import sealed, wire
+from kv_transfer.shm import wire
 from kv_transfer.shm.channel import Channel
 from kv_transfer.shm.ledger import SLOTS, SenderLedger
+from kv_transfer.shm.source import Source
 from kv_transfer.span import Span
 from kv_transfer.transport import Sender, ShipReport, TransportConfig
-from protocol.errors import ConfigError, IntegrityMismatch, TransferError
+from protocol.errors import TransferError
 
 FIRST_LOOK, LAST_LOOK = 0.0002, 0.02
 """Seconds between looks at a struck entry that is not quiet; each is twice the one before."""
@@ -40,24 +38,13 @@ class ShmSender(Sender):
     """See :class:`~kv_transfer.transport.Sender`.
 
     Args:
-        memory: what is read.
+        source: what is read; taken over.
         config: timeout is what a receiver has to get on.
-        descriptor: of the sealed memfd that ``memory`` is the whole of; a copy is kept until closed.
-
-    Raises:
-        ConfigError: there is no descriptor, or it is not one of sealed memory of that length.
     """
 
-    def __init__(self, memory: memoryview, config: TransportConfig, descriptor: int | None) -> None:
-        self._memory = as_bytes(memory, writable=False)
-        self._nbytes = self._memory.nbytes
-        if descriptor is None or not sys.platform.startswith("linux"):
-            raise ConfigError("the shm transport needs Linux, and a pool in shared memory", field="memory")
-        try:
-            sealed.check(descriptor, self._nbytes)
-        except IntegrityMismatch as error:
-            raise ConfigError(error.message, field="memory") from error
-        self._pool = os.dup(descriptor)
+    def __init__(self, source: Source, config: TransportConfig) -> None:
+        self._source = source
+        self._nbytes = source.nbytes
         self._config = config
         self._book = ShipBook()
         self._ledger = SenderLedger()
@@ -119,7 +106,7 @@ class ShmSender(Sender):
                 done.exception()
 
     async def _sum(self, ship: Ship, frame: bytes, spans: Sequence[Span]) -> bytes:
-        views = [self._memory[span.source : span.source + span.nbytes] for span in spans]
+        views = self._source.views(spans)
         if sum(span.nbytes for span in spans) <= SUM_ON_LOOP:
             total = reckon(frame, views, ship.gate)
         else:
@@ -169,8 +156,7 @@ class ShmSender(Sender):
         if channel is None:
             channel = Channel(
                 address,
-                self._pool,
-                self._nbytes,
+                self._source,
                 self._ledger.descriptor,
                 self._config,
                 self._ledger.copied,
@@ -207,5 +193,4 @@ class ShmSender(Sender):
             await channel.close()
         self._ledger.close()
         self._summing.shutdown()
-        self._memory = memoryview(b"")
-        os.close(self._pool)
+        self._source.close()

@@ -13,15 +13,15 @@ from contextlib import ExitStack, suppress
 
 from kv_transfer import hello
 from kv_transfer.checksum import Checksum
-from kv_transfer.shm import sealed, wire
+from kv_transfer.shm import wire
 from kv_transfer.shm.copying import Copier, Run, batches
 from kv_transfer.shm.ledger import ReceiverLedger
+from kv_transfer.shm.target import Target
 from kv_transfer.shm.wire import Verdict
 from kv_transfer.transport import TransportConfig
 from kv_transfer.windows import OpenWindow, Part, WindowBook
 from protocol.errors import ChannelLost, IntegrityMismatch, KVFerryError, MalformedFrame, TicketRejected
 
-DESCRIPTORS = 2
 MAX_DESCRIPTORS = 8
 SKIP_BYTES = 64 << 10
 
@@ -32,16 +32,14 @@ class Service:
     Args:
         connection: blocking; closed at the end.
         book: the receiver's windows.
-        memory: what is written.
+        target: what is written.
         config: timeout is what the peer has for its hello and its offer, secret what it must know.
     """
 
-    def __init__(
-        self, connection: socket.socket, book: WindowBook, memory: memoryview, config: TransportConfig
-    ) -> None:
+    def __init__(self, connection: socket.socket, book: WindowBook, target: Target, config: TransportConfig) -> None:
         self._connection = connection
         self._book = book
-        self._memory = memory
+        self._target = target
         self._config = config
         self._deadline = time.monotonic() + config.timeout
 
@@ -61,16 +59,14 @@ class Service:
             try:
                 peer = self._greet()
                 # Not one descriptor of a stranger's is taken, and nothing of it mapped.
-                pool, ledger = self._welcome(stack)
-                copier = Copier(pool, self._memory)
-                stack.callback(copier.release)
+                copier, ledger = self._welcome(stack)
                 while True:
-                    self._frame(peer, copier, ledger, pool.nbytes)
+                    self._frame(peer, copier, ledger)
             except OSError as error:
                 raise ChannelLost(f"connection lost: {error}") from error
 
     def _greet(self) -> str:
-        party = hello.Party("shm", (wire.LOWEST_VERSION, wire.HIGHEST_VERSION), self._config)
+        party = hello.Party(self._target.scheme, self._target.versions, self._config)
         talk = hello.admit(party)
         heard: bytes | None = None
         while True:
@@ -92,29 +88,14 @@ class Service:
             raise ChannelLost("the hello took too long")
         return left
 
-    def _welcome(self, stack: ExitStack) -> tuple[memoryview, ReceiverLedger]:
-        offer = bytearray()
+    def _welcome(self, stack: ExitStack) -> tuple[Copier, ReceiverLedger]:
         descriptors: list[int] = []
         try:
-            while len(offer) < wire.OFFER.size:
-                self._connection.settimeout(self._left())
-                room = wire.OFFER.size - len(offer)
-                data, found, flags, _ = socket.recv_fds(
-                    self._connection, room, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-                )
-                descriptors += found
-                if not data:
-                    raise ChannelLost("the peer closed the connection")
-                if flags & socket.MSG_CTRUNC or len(descriptors) > DESCRIPTORS:
-                    raise MalformedFrame("an offer with more than two descriptors")
-                offer += data
+            offer = self._offer(descriptors)
             try:
-                nbytes = wire.parse_offer(offer)
-                if len(descriptors) != DESCRIPTORS:
-                    raise MalformedFrame(f"an offer with {len(descriptors)} descriptors, not {DESCRIPTORS}")
-                mapped = sealed.attach(descriptors[0], nbytes, writable=False)
-                stack.callback(mapped.close)
-                ledger = ReceiverLedger(descriptors[1])
+                copier = self._target.attach(offer, descriptors[:-1], self._connection)
+                stack.callback(copier.release)
+                ledger = ReceiverLedger(descriptors[-1])
                 descriptors.pop()
                 stack.callback(ledger.close)
             except KVFerryError as error:
@@ -126,9 +107,27 @@ class Service:
                 os.close(descriptor)
         self._connection.sendall(wire.pack_welcome(None))
         self._connection.settimeout(None)
-        pool = memoryview(mapped)
-        stack.callback(pool.release)
-        return pool, ledger
+        return copier, ledger
+
+    def _offer(self, descriptors: list[int]) -> bytes:
+        """What the sender offers; what comes with it is added to ``descriptors``, whatever happens."""
+        offer = bytearray()
+        wanted = self._target.offer_descriptors + 1
+        while len(offer) < self._target.offer_bytes:
+            self._connection.settimeout(self._left())
+            room = self._target.offer_bytes - len(offer)
+            data, found, flags, _ = socket.recv_fds(self._connection, room, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+            descriptors += found
+            if not data:
+                raise ChannelLost("the peer closed the connection")
+            if flags & socket.MSG_CTRUNC or len(descriptors) > wanted:
+                raise MalformedFrame(f"an offer with more than {wanted} descriptors")
+            offer += data
+        if len(descriptors) != wanted:
+            error = MalformedFrame(f"an offer with {len(descriptors)} descriptors, not {wanted}")
+            self._connection.sendall(wire.pack_welcome(error.message))
+            raise error
+        return bytes(offer)
 
     def _read(self, nbytes: int, *, hurried: bool = False) -> bytearray:
         data = bytearray(nbytes)
@@ -147,7 +146,7 @@ class Service:
         while nbytes:
             nbytes -= len(self._read(min(nbytes, SKIP_BYTES)))
 
-    def _frame(self, peer: str, copier: Copier, ledger: ReceiverLedger, pool_bytes: int) -> None:
+    def _frame(self, peer: str, copier: Copier, ledger: ReceiverLedger) -> None:
         raw = self._read(wire.FRAME.size)
         head = wire.parse_head(raw)
         try:
@@ -161,7 +160,7 @@ class Service:
         table = self._read(head.table_bytes)
         wanted = bytes(self._read(head.tail_bytes))
         try:
-            runs, generations = wire.parse_tables(head, table, pool_bytes)
+            runs, generations = wire.parse_tables(head, table, copier.nbytes)
             if not ledger.valid(head.slot, head.ship):
                 raise TicketRejected("the ship was withdrawn")
             part = Part(head.ship, 0, 1, [(target, nbytes) for _, target, nbytes in runs], generations)
@@ -196,25 +195,28 @@ def _fill(
 ) -> bool:
     """Copy every run, and sum what was copied, as long as the window is open; whether it was to the end.
 
-    A ship that its sender withdraws never lands.
+    A ship that its sender withdraws never lands, nor one of which a batch could not be copied.
     """
     copied = 0
-    for batch in batches(runs):
+    error = ChannelLost("the sender withdrew the ship")
+    for batch in batches(runs, copier.batch_bytes):
         if not window.gate.enter():
             return False
         try:
             wanted = ledger.enter(head.slot, head.ship)
             if wanted:
-                copier.copy(batch)
-                copied += sum(nbytes for _, _, nbytes in batch)
-                wanted = ledger.leave(head.slot, head.ship, copied)
+                try:
+                    copier.copy(batch)
+                    copied += sum(nbytes for _, _, nbytes in batch)
+                except ChannelLost as failure:
+                    wanted, error = False, failure
+                wanted = ledger.leave(head.slot, head.ship, copied) and wanted
             if wanted and checksum is not None:
                 # Our own copy of the bytes: the sender may have its memory back meanwhile.
                 copier.sum(batch, checksum)
         finally:
             window.gate.leave()
         if not wanted:
-            error = ChannelLost("the sender withdrew the ship")
             window.abandon(part, error)
             raise error
     return True

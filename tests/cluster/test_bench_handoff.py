@@ -76,7 +76,7 @@ async def test_a_decode_side_that_dies_is_told() -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"transports": ("pigeon",)}, "no transport 'pigeon'; known: inproc, "),
+        ({"transports": ("pigeon",)}, "no transport 'pigeon'; known: cuda_ipc, "),
         ({"chunk": 100}, "chunk must be whole blocks of 16 tokens, got 100"),
         ({"tokens": (16, 0)}, r"tokens must lie in \[1, 131072\], got 0"),
         ({"model": "llama-3-8b", "tokens": (128 << 10,)}, r"more than --max-pool allows \(2048 MiB\)"),

@@ -155,7 +155,7 @@ def test_the_listening_side_survives_strangers(junk: bytes, tmp_path: Path) -> N
     ("arguments", "said"),
     [
         (("--model", "gpt-9"), "smollm2-135m, llama-3-8b, llama-3-70b-tp8, deepseek-v2-lite"),
-        (("--transports", "pigeon"), "no transport 'pigeon'; known: inproc, "),
+        (("--transports", "pigeon"), "no transport 'pigeon'; known: cuda_ipc, "),
         (("--tokens", "many"), "tokens must be a number"),
         (("--tokens", "128k", "--model", "llama-3-8b"), "more than --max-pool allows (2048 MiB)"),
         (("--tokens", "128k", "--model", "llama-3-8b", "--max-pool", "900g", "--concurrency", "20"), "available"),

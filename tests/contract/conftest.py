@@ -40,6 +40,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, sites: 
             monkeypatch.setenv("UCX_TLS", found.tls)
     if found.scheme in LIBRARIES:
         need_library(found.scheme)
+    if found.scheme == "cuda_ipc":
+        request.getfixturevalue("cuda")
     if found.apart:
         sites.spread(Lan.joined())
     yield found
@@ -57,7 +59,7 @@ def scheme(way: Way) -> str:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test of the contract, known by its fixture ``scheme``, goes every way."""
     if {"scheme", "way"} <= set(metafunc.fixturenames):
-        here = [Way(scheme) for scheme in ("inproc", "shm", "tcp", "ucx", "ucxx", "nixl")]
+        here = [Way(scheme) for scheme in ("inproc", "shm", "tcp", "ucx", "ucxx", "nixl", "cuda_ipc")]
         apart = [Way("tcp", apart=True), Way("ucx", "tcp", apart=True)]
         metafunc.parametrize("way", ways(*here, *apart), indirect=True)
 

@@ -5,11 +5,13 @@ import json
 import sys
 
 import numpy as np
-from ferry import bind
+from ferry import as_pool, bind
 
 from engine.shared_memory import allocate
+from kv_transfer.cuda_ipc import driver
+from kv_transfer.memory import DeviceMemory
 from kv_transfer.span import Span
-from kv_transfer.transport import TransportConfig, Window, make_receiver, make_sender
+from kv_transfer.transport import ON_DEVICES, TransportConfig, Window, make_receiver, make_sender
 from protocol.errors import KVFerryError
 
 
@@ -30,7 +32,18 @@ async def send() -> None:
     pool = np.frombuffer(memory, np.uint8).reshape(blocks, size)
     pool[:] = int(order["value"])
     config = TransportConfig(timeout=float(order["timeout"]))
-    sender = make_sender(str(order["scheme"]), memoryview(pool), config, descriptor=descriptor)
+    scheme = str(order["scheme"])
+    shipped: memoryview | DeviceMemory = memoryview(pool)
+    if "cuda" in order:
+        driver.LIBRARY = str(order["cuda"])
+        shipped = as_pool(scheme, shipped)
+    elif scheme in ON_DEVICES:
+        import torch  # most far ends do without, and it takes a second
+
+        tensor = torch.from_numpy(pool).to("cuda:0")
+        torch.cuda.synchronize()
+        shipped = DeviceMemory(tensor.data_ptr(), tensor.nbytes, 0)
+    sender = make_sender(scheme, shipped, config, descriptor=descriptor)
     say(ready=True)
     while order := await hear():
         spans = [Span(block * size, block * size, size) for block in order["blocks"]]

@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from engine.shared_memory import allocate
+from kv_transfer.memory import DeviceMemory
 from kv_transfer.span import Span
 from kv_transfer.transport import (
+    ON_DEVICES,
     Landed,
     Receiver,
     Sender,
@@ -30,9 +32,10 @@ BIND = {
     "ucx": "ucx://127.0.0.1:0",
     "ucxx": "ucxx://127.0.0.1:0",
     "nixl": "nixl://127.0.0.1:0",
+    "cuda_ipc": "cuda_ipc://*",
 }
 HERE = "127.0.0.1"
-NOBODY = {"inproc": "inproc://nobody", "shm": "shm://nobody"}
+NOBODY = {"inproc": "inproc://nobody", "shm": "shm://nobody", "cuda_ipc": "cuda_ipc://nobody"}
 GENERATION = 7
 SHALLOW = TransportConfig(buffer_bytes=64 << 10)
 """Small socket buffers: a large ship cannot vanish into them whole."""
@@ -52,6 +55,13 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0)
 
 
+def as_pool(scheme: str, memory: memoryview) -> memoryview | DeviceMemory:
+    """The memory as an end of this transport wants it, under the stand-in for a driver; the caller keeps it alive."""
+    if scheme not in ON_DEVICES:
+        return memory
+    return DeviceMemory(np.frombuffer(memory, np.uint8).ctypes.data, memory.nbytes, 0)
+
+
 class Harbor:
     """A receiver with its pool, and what it has reported."""
 
@@ -60,7 +70,7 @@ class Harbor:
     ) -> None:
         self.block_bytes = block_bytes
         self.pool = np.full((blocks, block_bytes), POISON, np.uint8)
-        self.receiver: Receiver = make_receiver(bind(scheme, host), memoryview(self.pool), config)
+        self.receiver: Receiver = make_receiver(bind(scheme, host), as_pool(scheme, memoryview(self.pool)), config)
         self.landed: list[Landed] = []
         self.broken: list[tuple[bytes, TransferError]] = []
 
@@ -93,7 +103,9 @@ class Quay:
         # No byte equals the poison, so that "written" can be told from "poisoned".
         self.pool[:] = np.random.default_rng(blocks).integers(0, POISON, (blocks, block_bytes), np.uint8)
         try:
-            self.sender: Sender = make_sender(scheme, memoryview(self.pool), config, descriptor=descriptor)
+            self.sender: Sender = make_sender(
+                scheme, as_pool(scheme, memoryview(self.pool)), config, descriptor=descriptor
+            )
         finally:
             os.close(descriptor)
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 from caller import WIRE, Caller, announcing
-from ferry import GENERATION, Harbor, Quay, until
+from ferry import GENERATION, Harbor, Quay, as_pool, until
 
 from decode_worker.imports import Imports
 from decode_worker.scheduler import DecodeScheduler
@@ -166,7 +166,7 @@ async def test_a_ticket_of_the_receivers_former_life_is_unknown_to_its_next(sche
     ticket, address = there.open([1]), there.address
     await there.receiver.close()
     with sites.inside():
-        there.receiver = make_receiver(address, memoryview(there.pool))
+        there.receiver = make_receiver(address, as_pool(scheme, memoryview(there.pool)))
     try:
         there.open([1])
         with pytest.raises(TicketRejected, match="unknown or closed ticket"):

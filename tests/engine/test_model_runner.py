@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from engine.batch import BatchLimits, Chunk, flatten
 from engine.config import EngineConfig
+from engine.copy_queue import HostQueue
 from engine.kv_cache import KVCache
 from engine.runner import ModelRunner
 from protocol.errors import ConfigError, EngineFailure, InvariantViolation
@@ -189,3 +190,34 @@ def test_backends_agree_through_the_whole_model(tiny_llama_dir: Path, attention:
     chosen, auto = load(tiny_llama_dir, attention=attention), load(tiny_llama_dir)
     chunks = [Chunk(list(range(40)), 0, [5, 3, 8], SamplingParams()), Chunk([7], 0, [2], SamplingParams())]
     torch.testing.assert_close(chosen.logits(chunks), auto.logits(chunks), rtol=1e-4, atol=1e-4)
+
+
+class MarkedQueue(HostQueue):
+    """Writes down what the runner tells it."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def mark(self) -> None:
+        self.told.append("mark")
+
+    def wait_for_steps(self) -> None:
+        self.told.append("wait")
+
+
+def test_every_step_is_marked_and_one_that_raises_is_waited_for(
+    tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = load(tiny_llama_dir)
+    queue = runner.copies = MarkedQueue()
+    runner.execute([Chunk([1, 2, 3], 0, [1], None)])
+    assert queue.told == ["mark"]
+
+    def break_down(*_: object) -> None:
+        assert queue.told == ["mark"], "marked before anything was queued"
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(runner._model, "hidden", break_down)
+    with pytest.raises(EngineFailure, match="the device is gone"):
+        runner.execute([Chunk([1, 2, 3], 0, [1], None)])
+    assert queue.told == ["mark", "mark", "wait"]

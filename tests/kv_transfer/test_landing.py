@@ -12,8 +12,8 @@ import pytest
 import torch
 from staging_stage import BLOCKS, SOURCE, TICKET, bytes_of, order, pool_of, sequence, until
 
-from decode_worker.landing_memory import LandingMemory
-from engine.repack import pack
+from decode_worker.landing_memory import LandingMemory, Unpack
+from engine.repack import pack, unpack
 from engine.shared_memory import allocate
 from kv_transfer.conversion import Conversion
 from kv_transfer.instructions import Ship
@@ -26,6 +26,10 @@ from protocol.wire_layout import WireLayout
 WIRE = WireLayout(SOURCE, "bfloat16")
 
 
+def into(pool: torch.Tensor) -> Unpack:
+    return lambda source, wire, blocks: unpack(source, wire, blocks, bytes_of(pool))
+
+
 class Stage:
     """A staging sender, a landing receiver, and an unpacking that can be held or fail."""
 
@@ -34,7 +38,7 @@ class Stage:
         self.before = self.target.clone()
         memory, descriptor = allocate(1 << 16, "kvferry-test")
         self.staging = Staging(SOURCE, memoryview(memory), descriptor, self._pack, TransportConfig(timeout=5.0))
-        self.landing_memory = LandingMemory(bytes_of(self.target), WIRE, BLOCKS, keep=False)
+        self.landing_memory = LandingMemory(into(self.target), WIRE, BLOCKS, keep=False)
         bind = f"{scheme}://127.0.0.1:0" if scheme == "tcp" else f"{scheme}://*"
         inner = make_receiver(bind, self.landing_memory.memory)
         self.landing = Landing(inner, self._unpack, self._discard)
@@ -164,7 +168,7 @@ async def test_closing_waits_for_what_is_being_unpacked_and_ends_the_thread() ->
 @pytest.mark.parametrize("keep", [False, True])
 def test_pages_of_what_is_unpacked_go_back_to_the_system(keep: bool) -> None:
     pool = pool_of(SOURCE, 1)
-    memory = LandingMemory(bytes_of(pool), WIRE, BLOCKS, keep=keep)
+    memory = LandingMemory(into(pool), WIRE, BLOCKS, keep=keep)
     assert memory.memory.nbytes == BLOCKS * WIRE.block_bytes
     memory.memory[:] = b"x" * memory.memory.nbytes
     # 256 elements, 512 bytes to a block: blocks 5 ... 21 begin and end within a page, with a whole one between.

@@ -1,0 +1,34 @@
+"""A stand-in for NVIDIA's driver: built, and told what to pretend."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent / "contract" / "stand_in" / "cuda.c"
+
+
+def build_stand_in(folder: Path) -> Path:
+    """Compile the stand-in; skips the test where there is no C compiler."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    made = folder / "libcuda_stand_in.so"
+    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", str(made), str(SOURCE)], check=True, timeout=60)
+    return made
+
+
+def set_up(made: Path, **values: int) -> None:
+    """Set what the stand-in of this process pretends: ``devices``, ``peers``, ``fail_copies``, ``fail_handles``."""
+    library = ctypes.CDLL(str(made))
+    for name, value in {"devices": 1, "peers": 1, "fail_copies": 0, "fail_handles": 0, **values}.items():
+        ctypes.c_int.in_dll(library, f"stand_in_{name}").value = value
+
+
+def held(made: Path) -> int:
+    """Contexts and streams that somebody still has, as one number."""
+    return int(ctypes.CDLL(str(made)).stand_in_held())
