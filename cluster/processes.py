@@ -20,6 +20,7 @@ NODE_VARIABLE = "KVFERRY_NODE_DIR"
 """Set, to the node's folder, in the environment of everything that a node starts."""
 KILL_PATIENCE_SECONDS = 10.0
 POLL_SECONDS = 0.05
+REAP_SECONDS = 2.0
 
 
 def node_processes(folder: str) -> list[psutil.Process]:
@@ -72,7 +73,15 @@ def _await_end(processes: list[psutil.Process], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while any(_live(process) for process in processes) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
-    psutil.wait_procs(processes, timeout=0)  # our own children are asked after
+    # Our own children are asked after. One that is dead cannot be before the last of its threads is.
+    psutil.wait_procs([process for process in processes if _ours(process)], timeout=REAP_SECONDS)
+
+
+def _ours(process: psutil.Process) -> bool:
+    try:
+        return process.ppid() == os.getpid() and not _live(process)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _live(process: psutil.Process) -> bool:

@@ -49,7 +49,11 @@ def segments() -> set[Path]:
 
 def carriers(pid: int | None = None) -> list[psutil.Process]:
     """Carriers of a worker, this process by default."""
-    return [child for child in psutil.Process(pid).children() if "kv_transfer.carried.child" in child.cmdline()]
+    return [
+        child
+        for child in psutil.Process(pid).children()
+        if child.status() != psutil.STATUS_ZOMBIE and "kv_transfer.carried.child" in child.cmdline()
+    ]
 
 
 async def caught_midway(far: FarEnd, there: Harbor) -> bytes:

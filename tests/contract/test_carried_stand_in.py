@@ -55,7 +55,11 @@ def nothing_left() -> Iterator[None]:
 
 
 def carriers() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "kv_transfer.carried.child" in child.cmdline()]
+    return [
+        child
+        for child in psutil.Process().children()
+        if child.status() != psutil.STATUS_ZOMBIE and "kv_transfer.carried.child" in child.cmdline()
+    ]
 
 
 async def crosses(there: Harbor, here: Quay) -> None:
