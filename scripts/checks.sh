@@ -22,4 +22,4 @@ check lint "$BIN/ruff" check .
 check types "$BIN/mypy"
 check imports "$BIN/lint-imports"
 # one hypothesis profile by name, so that the environment (CI=true) does not choose another, and the same faults each time
-exec "$BIN/pytest" --hypothesis-profile=ci --fault-seed=1 "$@"
+exec "$BIN/pytest" --hypothesis-profile=ci --fault-seed=1 --fault-points=3 "$@"
