@@ -146,7 +146,7 @@ class TransferSection(msgspec.Struct, frozen=True, kw_only=True):
     lease_ttl: float = 30.0
     timeout: float = 10.0
     checksum: bool = False
-    layers_per_ship: int = 5
+    layers_per_ship: int = 15
     wire_dtype: WireDtype | None = None
 
     def __post_init__(self) -> None:

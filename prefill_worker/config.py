@@ -44,7 +44,7 @@ class PrefillConfig:
     transfer_timeout: float = 10.0
     transfer_checksum: bool = False
     transfer_secret: str = field(default="", repr=False)
-    layers_per_ship: int = 5
+    layers_per_ship: int = 15
     staging_bytes: int = 64 << 20
     max_waiting: int = 1024
 
