@@ -68,8 +68,8 @@ class SDPAPlan(AttentionPlan):
         reached = reach(batch, scoring.window, backend.block_size)
         groups = group_by_length(reached.lengths, np.flatnonzero(counts == 1), backend.block_size)
         return [
-            *(Decodes(backend, batch, rows, scoring) for rows in groups),
-            *prompts(backend, batch, np.flatnonzero(counts > 1), scoring),
+            *(Decodes(backend, batch, rows, scoring, reached) for rows in groups),
+            *(Prompt(backend, batch, row, scoring, reached) for row in np.flatnonzero(counts > 1).tolist()),
         ]
 
 
@@ -126,11 +126,13 @@ class Decodes:
         tokens: index of them in the flat batch.
     """
 
-    def __init__(self, backend: SDPAttention, batch: FlatBatch, rows: NDArray[np.intp], scoring: Scoring) -> None:
+    def __init__(
+        self, backend: SDPAttention, batch: FlatBatch, rows: NDArray[np.intp], scoring: Scoring, reached: Reach
+    ) -> None:
         self._workspace = backend.workspace
         self._order: Order = backend.order
         self._scoring = scoring
-        first, lens, blind = (part[rows] for part in reach(batch, scoring.window, backend.block_size))
+        first, lens, blind = (part[rows] for part in reached)
         self._length = int(lens.max())
         width = -(-self._length // backend.block_size)
         self.tokens = token_index(batch, rows, backend.device)
@@ -177,13 +179,13 @@ class Prompt:
         tokens: their slice of the flat batch.
     """
 
-    def __init__(self, backend: SDPAttention, batch: FlatBatch, row: int, scoring: Scoring) -> None:
+    def __init__(self, backend: SDPAttention, batch: FlatBatch, row: int, scoring: Scoring, reached: Reach) -> None:
         self._workspace = backend.workspace
         self._order: Order = backend.order
         self._scoring = scoring
         start, end = batch.query_start_loc[row : row + 2].tolist()
         self.tokens = slice(start, end)
-        first, length = (int(part[row]) for part in reach(batch, scoring.window, backend.block_size)[:2])
+        first, length = int(reached.blocks[row]), int(reached.lengths[row])
         self._length = length
         blocks = batch.block_table[row, first : first - (-length // backend.block_size)]
         self._blocks = torch.from_numpy(blocks.astype(np.int64)).to(backend.device)
@@ -252,7 +254,8 @@ def token_index(batch: FlatBatch, rows: NDArray[np.intp], device: torch.device) 
 
 def prompts(backend: SDPAttention, batch: FlatBatch, rows: NDArray[np.intp], scoring: Scoring) -> list[Prompt]:
     """The prompt chunks in ``rows`` of a batch."""
-    return [Prompt(backend, batch, row, scoring) for row in rows.tolist()]
+    reached = reach(batch, scoring.window, backend.block_size)
+    return [Prompt(backend, batch, row, scoring, reached) for row in rows.tolist()]
 
 
 def group_by_length(lengths: NDArray[np.int64], rows: NDArray[np.intp], block_size: int) -> list[NDArray[np.intp]]:

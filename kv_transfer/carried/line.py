@@ -8,7 +8,6 @@ read only while a chunk is gathered, through the gate of its ship.
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,7 @@ from kv_transfer.checksum import Checksum
 from kv_transfer.gate import Gate
 from kv_transfer.hello import greet
 from kv_transfer.tcp.address import Endpoint
-from kv_transfer.tcp.tuning import tune
+from kv_transfer.tcp.connection import connected
 from kv_transfer.transport import TransportConfig
 from kv_transfer.ucx.handshake import held
 from kv_transfer.ucx.loop_thread import settled, streams
@@ -113,7 +112,7 @@ class Line:
         writer: asyncio.StreamWriter | None = None
         try:
             async with asyncio.timeout(config.timeout):
-                reader, writer = await streams(await _connected(endpoint, config))
+                reader, writer = await streams(await connected(endpoint, config))
                 met = await held(greet(wire.party(wharf.library.scheme, config)), reader, writer)
             return cls(wharf, reader, writer, met.key)
         except BaseException as error:
@@ -304,15 +303,3 @@ def _gathered(pool: Bytes, pieces: Sequence[Piece], slot: Bytes, gate: Gate, che
         return take_in(checksum, pool, pieces) if checksum is not None else None
     finally:
         gate.leave()
-
-
-async def _connected(endpoint: Endpoint, config: TransportConfig) -> socket.socket:
-    family, where = endpoint
-    connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-    try:
-        tune(connection, config)
-        await asyncio.get_running_loop().sock_connect(connection, where)
-    except BaseException:
-        connection.close()
-        raise
-    return connection

@@ -9,7 +9,7 @@ from kv_transfer.cuda_ipc.driver import Device, Driver
 from kv_transfer.memory import DeviceMemory
 from kv_transfer.shm.source import Source
 from kv_transfer.span import Span
-from protocol.errors import ChannelLost, ConfigError, TransportRefused
+from protocol.errors import ChannelLost, ConfigError, InvariantViolation, TransportRefused
 
 
 class DeviceSource(Source):
@@ -45,7 +45,7 @@ class DeviceSource(Source):
 
     def views(self, spans: Sequence[Span]) -> list[memoryview]:
         """Nobody asks for them: a sender with checksums is refused when it is made."""
-        raise NotImplementedError("memory of a device has no bytes to look at")
+        raise InvariantViolation("memory of a device has no bytes to look at")
 
     def close(self) -> None:
         """See :meth:`Source.close`."""

@@ -13,14 +13,13 @@ from threading import BoundedSemaphore
 
 from kv_transfer.memory import as_bytes
 from kv_transfer.tcp.address import form, resolve_bound
+from kv_transfer.tcp.connection import listening
 from kv_transfer.tcp.io_thread import IoThread
 from kv_transfer.tcp.serving import serve
 from kv_transfer.tcp.tuning import tune
 from kv_transfer.transport import OnBroken, OnLanded, Receiver, TransportConfig, Window
 from kv_transfer.windows import WindowBook
-from protocol.errors import ChannelLost, ConfigError, KVFerryError, ProtocolError
-
-BACKLOG = 512
+from protocol.errors import ChannelLost, KVFerryError, ProtocolError
 
 log = logging.getLogger(__name__)
 
@@ -43,18 +42,7 @@ class TcpReceiver(Receiver):
         self._book = WindowBook(self._memory.nbytes)
         self._closed = False
         self._room = BoundedSemaphore(config.max_connections)
-        family, where = resolve_bound(bind)
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listener.setblocking(False)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # Inherited by accepted connections; after the accept it is too late for the window scale.
-            tune(listener, config)
-            listener.bind(where)
-            listener.listen(BACKLOG)
-        except OSError as error:
-            listener.close()
-            raise ConfigError(f"cannot listen at {bind!r}: {error}", field="address") from error
+        listener = listening(bind, resolve_bound(bind), config)
         name = listener.getsockname()
         self._address = form(name[0], name[1])
         self._threads = [IoThread(f"kv-receive-{name[1]}-{index}") for index in range(config.streams)]

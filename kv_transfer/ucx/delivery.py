@@ -8,12 +8,11 @@ tells the peer.
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from kv_transfer.tcp.address import Endpoint
-from kv_transfer.tcp.tuning import tune
+from kv_transfer.tcp.connection import connected
 from kv_transfer.transport import TransportConfig
 from kv_transfer.ucx import handshake, wire
 from kv_transfer.ucx.channel import Channel, Stop
@@ -79,7 +78,7 @@ class Line:
         writer: asyncio.StreamWriter | None = None
         try:
             async with asyncio.timeout(config.timeout):
-                reader, writer = await streams(await _connected(endpoint, config))
+                reader, writer = await streams(await connected(endpoint, config))
                 channel = handshake.opened(context, await handshake.greet(reader, writer, config))
                 ours = handshake.own_worker(channel, context.library.version)
                 writer.write(wire.pack_worker(ours))
@@ -154,15 +153,3 @@ class Line:
         """End the connection and the worker; when this returns, the pool is read no more by it."""
         await settled({self._channel.close()})
         self._writer.transport.abort()
-
-
-async def _connected(endpoint: Endpoint, config: TransportConfig) -> socket.socket:
-    family, where = endpoint
-    connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-    try:
-        tune(connection, config)
-        await asyncio.get_running_loop().sock_connect(connection, where)
-    except BaseException:
-        connection.close()
-        raise
-    return connection

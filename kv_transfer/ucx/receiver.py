@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from functools import partial
 
 import numpy as np
 
 from kv_transfer.memory import as_bytes
+from kv_transfer.tcp.connection import listening
 from kv_transfer.tcp.tuning import tune
 from kv_transfer.transport import OnBroken, OnLanded, Receiver, TransportConfig, Window
 from kv_transfer.ucx.address import form, resolve_bound
@@ -24,7 +24,6 @@ from kv_transfer.ucx.serving import Berth, Moves, Serving
 from kv_transfer.windows import WindowBook
 from protocol.errors import ChannelLost, ConfigError
 
-BACKLOG = 512
 ACCEPT_PAUSE = 0.25
 """Seconds until the next try after a failed accept: out of descriptors, a ready listener would spin."""
 
@@ -53,7 +52,7 @@ class UcxReceiver(Receiver):
         self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
         """In the loop thread: the one that accepts, and one for each channel."""
-        self._listener = _listen(bind, config)
+        self._listener = listening(bind, resolve_bound(bind), config)
         name = self._listener.getsockname()
         self._address = form(name[0], name[1])
         try:
@@ -121,21 +120,6 @@ class UcxReceiver(Receiver):
             task = loop.create_task(Serving(self._berth, connection).run())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-
-
-def _listen(bind: str, config: TransportConfig) -> socket.socket:
-    family, where = resolve_bound(bind)
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setblocking(False)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        tune(listener, config)
-        listener.bind(where)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen at {bind!r}: {error}", field="address") from error
-    return listener
 
 
 def _kick(channels: list[Channel]) -> None:

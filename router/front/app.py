@@ -91,7 +91,7 @@ class Front:
             return
         try:
             if exchange.path not in OPEN_PATHS:
-                self._gatekeeper.check(exchange.header(b"authorization"))
+                exchange.holder = self._gatekeeper.check(exchange.header(b"authorization"))
             await found.handler(exchange, found.rest)
         except RequestCancelled:
             raise
@@ -112,12 +112,11 @@ class Front:
     async def _generate(
         self, exchange: Exchange, shape: Shape, parse: Callable[[bytes], R], plan: Callable[[Planner, R], Plan]
     ) -> None:
-        holder = self._gatekeeper.check(exchange.header(b"authorization"))
-        self._gatekeeper.enter(holder, time.monotonic())
+        self._gatekeeper.enter(exchange.holder, time.monotonic())
         try:
             await self._generate_for(exchange, shape, parse, plan)
         finally:
-            self._gatekeeper.leave(holder)
+            self._gatekeeper.leave(exchange.holder)
 
     async def _generate_for(
         self, exchange: Exchange, shape: Shape, parse: Callable[[bytes], R], plan: Callable[[Planner, R], Plan]

@@ -14,6 +14,7 @@ from typing import Any
 
 from protocol.errors import PayloadTooLarge, RequestCancelled
 from protocol.ids import new_request_id
+from router.front.keys import Holder
 
 Scope = MutableMapping[str, Any]
 AsgiMessage = MutableMapping[str, Any]
@@ -37,6 +38,7 @@ class Exchange:
     Attributes:
         request_id: ours; on every answer as ``x-request-id``.
         started: whether the status line is out.
+        holder: of the key that the client has shown; None until it has, and where none is needed.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, *, send_timeout: float) -> None:
@@ -44,6 +46,7 @@ class Exchange:
         self.path: str = scope["path"]
         self.request_id = new_request_id()
         self.started = False
+        self.holder: Holder | None = None
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
         self._receive = receive
         self._send = send

@@ -8,10 +8,12 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 
-from ferry import until
+import pytest
+from ferry import GENERATION, POISON, Harbor, until
 
 LARGE = 1 << 20
 MANY = 64
+TRIES = 60
 
 
 class FarEnd:
@@ -49,3 +51,21 @@ class FarEnd:
 
 
 Start = Callable[..., Awaitable[FarEnd]]
+
+
+async def caught_midway(far: FarEnd, there: Harbor) -> bytes:
+    """Have the other process ship its pool, and stop it (SIGSTOP) in the middle of it; gives the window's ticket."""
+    for _ in range(TRIES):
+        there.poison()
+        there.landed.clear()
+        ticket = there.open(range(MANY))
+        far.tell(address=there.address, ticket=ticket.hex(), blocks=list(range(MANY)), generation=GENERATION)
+        await until(lambda: there.pool[0, -1] != POISON)
+        await far.stop()
+        # What the kernel still holds of it arrives meanwhile; midway it is when that does not complete the pool.
+        if not there.landed and (there.pool[:, -1] == POISON).any():
+            return ticket
+        far.signal(signal.SIGCONT)
+        assert (await far.hear())["result"] == "shipped"
+        await there.receiver.close_window(ticket)
+    pytest.fail("the ship was over too soon every time")

@@ -11,13 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 from carrier_here import need_library
-from far_process import LARGE, MANY, FarEnd, Start
+from far_process import LARGE, MANY, Start, caught_midway
 from ferry import GENERATION, POISON, Harbor, Quay, until
 
 from kv_transfer.transport import TransportConfig
 from protocol.errors import ChannelLost
-
-TRIES = 40
 
 
 @pytest.fixture(params=["ucxx", "nixl"])
@@ -54,23 +52,6 @@ def carriers(pid: int | None = None) -> list[psutil.Process]:
         for child in psutil.Process(pid).children()
         if child.status() != psutil.STATUS_ZOMBIE and "kv_transfer.carried.child" in child.cmdline()
     ]
-
-
-async def caught_midway(far: FarEnd, there: Harbor) -> bytes:
-    """Have the other process ship its pool, and stop it (SIGSTOP) in the middle of it."""
-    for _ in range(TRIES):
-        there.poison()
-        there.landed.clear()
-        ticket = there.open(range(MANY))
-        far.tell(address=there.address, ticket=ticket.hex(), blocks=list(range(MANY)), generation=GENERATION)
-        await until(lambda: there.pool[0, -1] != POISON)
-        await far.stop()
-        if not there.landed and (there.pool[:, -1] == POISON).any():
-            return ticket
-        far.signal(signal.SIGCONT)
-        assert (await far.hear())["result"] == "shipped"
-        await there.receiver.close_window(ticket)
-    pytest.fail("the ship was over too soon every time")
 
 
 async def crosses(there: Harbor, here: Quay) -> None:

@@ -7,8 +7,8 @@ import time
 
 import psutil
 import pytest
-from far_process import LARGE, MANY, FarEnd, Start
-from ferry import GENERATION, POISON, Harbor, until
+from far_process import LARGE, MANY, FarEnd, Start, caught_midway
+from ferry import GENERATION, POISON, until
 from sites import Way, ways
 
 from kv_transfer.tcp.address import parse
@@ -16,31 +16,12 @@ from kv_transfer.transport import TransportConfig
 from protocol.errors import ChannelLost
 
 PROMPT_CLOSE = 0.1
-TRIES = 60
 
 pytestmark = pytest.mark.parametrize(
     "way",
     ways(Way("tcp"), Way("tcp", apart=True), Way("ucx"), Way("ucx", "tcp"), Way("ucx", "tcp", apart=True)),
     indirect=True,
 )
-
-
-async def caught_midway(far: FarEnd, there: Harbor) -> bytes:
-    """Have the other process ship its pool, and stop it (SIGSTOP) in the middle of it."""
-    for _ in range(TRIES):
-        there.poison()
-        there.landed.clear()
-        ticket = there.open(range(MANY))
-        far.tell(address=there.address, ticket=ticket.hex(), blocks=list(range(MANY)), generation=GENERATION)
-        await until(lambda: there.pool[0, -1] != POISON)
-        await far.stop()
-        # What the kernel still holds of it arrives meanwhile; midway it is when that does not complete the pool.
-        if not there.landed and (there.pool[:, -1] == POISON).any():
-            return ticket
-        far.signal(signal.SIGCONT)
-        assert (await far.hear())["result"] == "shipped"
-        await there.receiver.close_window(ticket)
-    pytest.fail("the ship was over too soon every time")
 
 
 async def receiving(start: Start, way: Way) -> tuple[FarEnd, str, bytes]:
