@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from decode_worker.speculation import Speculation
 from engine.config import EngineConfig
 from kv_transfer.choice import AUTO, MODES
 from protocol.errors import ConfigError
@@ -26,6 +27,7 @@ class DecodeConfig:
         transfer_secret: what both ends of a KV connection must know; empty lets everybody in.
         wire_dtype: element type in which blocks cross; None is the pool's own. Another one costs precision.
         max_waiting: requests in the queue for a reservation before new ones are refused.
+        speculation: how tokens are guessed ahead of the model; None guesses none.
 
     Raises:
         ConfigError: names the field and the value.
@@ -42,6 +44,7 @@ class DecodeConfig:
     transfer_secret: str = field(default="", repr=False)
     wire_dtype: WireDtype | None = None
     max_waiting: int = 1024
+    speculation: Speculation | None = None
 
     def __post_init__(self) -> None:
         for name, valid, wanted in (

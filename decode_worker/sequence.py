@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from decode_worker.drafter import Drafter
 from engine.block_pool import HolderKind, Owner
 from engine.prefix_index import BlockHash
 from protocol.ids import Peer, RequestKey
@@ -89,6 +90,8 @@ class Sequence:
         cached_blocks: leading blocks found in this worker's own prefix cache.
         hashes: of the full blocks so far.
         times: of the handoff, sent with the first tokens.
+        drafter: guesses how it goes on; None before it runs, and where nothing is guessed.
+        draft: what the step under way tries after its last token.
     """
 
     request: Reserve
@@ -104,6 +107,8 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     cached_blocks: int = 0
     times: StageTimes | None = None
+    drafter: Drafter | None = None
+    draft: tuple[int, ...] = ()
 
     @property
     def key(self) -> RequestKey:

@@ -122,6 +122,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
         preemptions, failures: requests given back or failed.
         transport_fallbacks: decode workers that a better transport was offered by than could be used (prefill).
         draining: takes no new work.
+        decode_turns: sequences that took part in decode steps, counted at each step.
+        draft_tokens, accepted_tokens: guessed ahead of the model, and found right by it (decode).
     """
 
     pool: PoolCounts
@@ -143,6 +145,9 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     failures: Count = 0
     transport_fallbacks: Count = 0
     draining: bool = False
+    decode_turns: Count = 0
+    draft_tokens: Count = 0
+    accepted_tokens: Count = 0
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
