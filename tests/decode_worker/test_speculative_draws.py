@@ -22,7 +22,7 @@ PREFILL = PrefillAddress(peer=Peer("prefill-0", 1), endpoint="tcp://127.0.0.1:1"
 BLOCK = 4
 VOCABULARY = 5
 PROMPT = (0, 1, 2, 3, 4, 0, 2, 4, 1, 3)
-REQUESTS, TOKENS, SIDE_BY_SIDE = 600, 24, 60
+REQUESTS, TOKENS, SIDE_BY_SIDE = 320, 24, 80
 
 
 class MarkovEngine:
