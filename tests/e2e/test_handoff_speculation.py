@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rack import Rack, rack, until
 
 from decode_worker.speculation import Speculation
+from protocol.grammar import Grammar
 from protocol.sampling import SamplingParams, TokenLogprobs
 from router.front.generation import Generation
 from router.front.text import OutputText
@@ -90,6 +91,7 @@ RULES: dict[str, dict[str, Any]] = {
     "reward": {"repetition_penalty": 0.8},
     "min-p": {"temperature": 1.0, "min_p": 0.2, "top_k": 20, "seed": 7},
     "bias": {"logit_bias": ((40, 3.0), (41, -8.0), (9, 2.0)), "temperature": 0.5, "seed": 1},
+    "grammar": {"grammar": Grammar("regex", "(the [a-f]+, ){3,}"), "temperature": 0.3, "seed": 2},
     "one-token": {"max_tokens": 1},
     "two-tokens": {"max_tokens": 2},
     "three-tokens": {"max_tokens": 3},
