@@ -47,7 +47,7 @@ class WorkerLink:
         on_message: Callable[[Peer, Message], None],
         on_router_lost: Callable[[Peer], None],
     ) -> None:
-        self._spokes = [Spoke(context, me, endpoint) for endpoint in routers]
+        self._spokes = [Spoke(context, me, endpoint, watched=True) for endpoint in routers]
         self._heartbeat = heartbeat
         self._on_message = on_message
         self._on_router_lost = on_router_lost
@@ -59,6 +59,7 @@ class WorkerLink:
         """Begin to receive and to send heartbeats."""
         for spoke in self._spokes:
             self._loops.start(f"router-link {spoke.endpoint}", self._receive(spoke))
+            self._loops.start(f"router-return {spoke.endpoint}", self._greet(spoke))
         self._loops.start("heartbeat", self._beat())
 
     @property
@@ -87,6 +88,12 @@ class WorkerLink:
         while True:
             self.announce()
             await asyncio.sleep(HEARTBEAT_INTERVAL)
+
+    async def _greet(self, spoke: Spoke) -> None:
+        while True:
+            # The router has seen the end of the former connection, and waits but shortly for a sign of life.
+            await spoke.connected()
+            spoke.send(self._heartbeat())
 
     async def _receive(self, spoke: Spoke) -> None:
         while True:
