@@ -16,7 +16,8 @@ from zmq.utils.monitor import parse_monitor_message
 
 from protocol.codec import MAX_FRAME_BYTES, decode, encode
 from protocol.connections import RECONNECT_AFTER, Connections
-from protocol.errors import ConfigError, StartFailed
+from protocol.curve import CurveKeys
+from protocol.errors import AuthenticationFailed, ConfigError, StartFailed
 from protocol.ids import Peer
 from protocol.messages import Envelope, Message
 
@@ -24,6 +25,7 @@ HIGH_WATER_MARK = 100_000
 """Frames queued for one peer before a send is refused; a peer that is that far behind is dead to us."""
 COMES, GOES = zmq.Event.ACCEPTED, zmq.Event.DISCONNECTED
 """What a hub is told of its connections."""
+REFUSED = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_AUTH
 
 
 def _options(socket: zmq.asyncio.Socket) -> None:
@@ -65,16 +67,27 @@ class Hub:
     Life cycle: made bound, :meth:`receive` (and :meth:`left`) in a loop, :meth:`send` at will, :meth:`close` once.
 
     Args:
+        keys: that every peer must have; None hears everybody.
         watched: for :meth:`left`, which must then be called in a loop.
 
     Raises:
         StartFailed: the address cannot be bound; names it.
     """
 
-    def __init__(self, context: zmq.asyncio.Context, me: Peer, bind: str, *, watched: bool = False) -> None:
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        me: Peer,
+        bind: str,
+        *,
+        keys: CurveKeys | None = None,
+        watched: bool = False,
+    ) -> None:
         self.me = me
         self._socket: zmq.asyncio.Socket = context.socket(zmq.ROUTER)
         _options(self._socket)
+        if keys is not None:
+            keys.guard(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # A peer that reconnects under its old identity takes it over from the dead connection.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -140,13 +153,22 @@ class Spoke:
     Life cycle: as :class:`Hub`, connected in place of bound.
 
     Args:
+        keys: that the peer must have; None speaks to everybody.
         watched: for :meth:`connected`, which must then be called in a loop.
 
     Raises:
         ConfigError: ``endpoint`` is no address; names it.
     """
 
-    def __init__(self, context: zmq.asyncio.Context, me: Peer, endpoint: str, *, watched: bool = False) -> None:
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        me: Peer,
+        endpoint: str,
+        *,
+        keys: CurveKeys | None = None,
+        watched: bool = False,
+    ) -> None:
         self.me = me
         self.endpoint = endpoint
         self._socket: zmq.asyncio.Socket = context.socket(zmq.DEALER)
@@ -158,7 +180,9 @@ class Spoke:
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
         self._socket.setsockopt(zmq.HEARTBEAT_TTL, 5000)
         self._socket.setsockopt(zmq.IDENTITY, str(me).encode())
-        self._news = _news(context, self._socket, zmq.Event.HANDSHAKE_SUCCEEDED) if watched else None
+        if keys is not None:
+            keys.present(self._socket)
+        self._news = _news(context, self._socket, zmq.Event.HANDSHAKE_SUCCEEDED | REFUSED) if watched else None
         try:
             self._socket.connect(endpoint)
         except zmq.ZMQError as error:
@@ -174,9 +198,15 @@ class Spoke:
         return decode(await self._socket.recv())
 
     async def connected(self) -> None:
-        """Return when a connection has been made: the first, or one after the other was lost."""
+        """Return when a connection has been made: the first, or one after the other was lost.
+
+        Raises:
+            AuthenticationFailed: whoever answers is none of this cluster; the next call goes on.
+        """
         assert self._news is not None, "made to be watched"
-        await self._news.recv_multipart()
+        told = parse_monitor_message(await self._news.recv_multipart())
+        if told["event"] & REFUSED:
+            raise AuthenticationFailed(f"{self.endpoint} does not speak with us: it has another secret, or none")
 
     def send(self, body: Message) -> bool:
         """Queue ``body``; False when the peer is too far behind. Never blocks."""

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import zmq.asyncio
 
+from protocol.curve import CurveKeys
 from protocol.errors import NoWorkerAvailable, ProtocolError, StartFailed
 from protocol.ids import Peer
 from protocol.loops import Loops
@@ -84,7 +85,13 @@ class Service:
         """
         context = zmq.asyncio.Context()
         try:
-            hub = Hub(context, Peer(self._config.name, time.time_ns()), self._config.hub, watched=True)
+            hub = Hub(
+                context,
+                Peer(self._config.name, time.time_ns()),
+                self._config.hub,
+                keys=CurveKeys.drawn_from(self._config.secret),
+                watched=True,
+            )
         except StartFailed:
             context.destroy(linger=0)
             raise
