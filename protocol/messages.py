@@ -345,21 +345,8 @@ class Refuse(msgspec.Struct, frozen=True, kw_only=True, tag="refuse"):
     error: ErrorInfo
 
 
-Message = (
-    Heartbeat
-    | Prefill
-    | Reserve
-    | Cancel
-    | PromptLogprobs
-    | Tokens
-    | Failed
-    | Grant
-    | Renew
-    | Settle
-    | Abort
-    | Handover
-    | Refuse
-)
+_Routed = Heartbeat | Prefill | Reserve | Cancel | PromptLogprobs | Tokens | Failed
+Message = _Routed | Grant | Renew | Settle | Abort | Handover | Refuse
 """Anything that may travel on the request plane."""
 
 
