@@ -142,9 +142,11 @@ class Work:
     def span(self) -> PromptSpan | None:
         """The prompt tokens that it shall tell of: those that follow its own, as far as they are not known."""
         request = self.prompt.request
+        if request.prompt_logprobs is None:
+            return None
         first = max(self.start + 1, request.prompt_logprobs_from)
         targets = request.token_ids[first : self.stop + 1]
-        if request.prompt_logprobs is None or not targets:
+        if not targets:
             return None
         return PromptSpan(first - 1 - self.start, targets, request.prompt_logprobs, self.prompt.tables.append)
 
