@@ -41,6 +41,7 @@ from protocol.messages import (
     WorkerLoad,
     WorkerProfile,
 )
+from protocol.prompt_logprobs import PromptLogprobs
 from protocol.sampling import FinishReason
 from protocol.sockets import Hub
 from protocol.transfer_counts import TransferCounts
@@ -345,6 +346,8 @@ class PrefillWorker:
         leased = prompt.request.handoff is not None
         if leased and progress.blocks and not told:
             self._exports.computed(prompt.key, progress.blocks)
+        for start, table in prompt.take_tables():
+            self._link.send(prompt.router, PromptLogprobs(key=prompt.key, start=start, table=table))
         if progress.draw is None:
             return
         finish_reason = self._emit(prompt, progress.draw)

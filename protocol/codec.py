@@ -4,9 +4,10 @@ History of the wire:
 
 * 1 -- first version, not released yet. Since its first draft: ``Grant.addresses`` (several) in place of
   ``Grant.address``, ``Handover.transport``, ``WorkerLoad.transport_fallbacks``, ``Tokens.logprobs``,
-  ``Heartbeat.transfer``, and in ``SamplingParams`` penalties, ``min_p``, ``logit_bias``,
-  ``logprobs`` and ``grammar``.
-* 2 -- ``WorkerLoad.decode_turns``, ``draft_tokens`` and ``accepted_tokens``; decode may send several tokens at once.
+  ``Heartbeat.transfer``, and in ``SamplingParams`` penalties, ``min_p``, ``logit_bias`` and ``logprobs``.
+* 2 -- ``SamplingParams.grammar``; ``PromptLogprobs``, and ``Prefill.prompt_logprobs`` and ``prompt_logprobs_from`` that
+  ask for them; ``WorkerLoad.decode_turns``, ``draft_tokens`` and ``accepted_tokens``, and several tokens of one decode step
+  in one message.
 """
 
 from __future__ import annotations
