@@ -46,6 +46,8 @@ class EngineSection(msgspec.Struct, frozen=True, kw_only=True):
         max_sequences: sequences in one step.
         attention: attention backend, or "auto".
         prefix_cache: keep and share full blocks of earlier prompts.
+        cuda_graphs: "auto" captures steps of decodes on a GPU, "off" launches them kernel by kernel.
+        cuda_graph_batches: sizes of batch that are captured, ascending; None chooses.
     """
 
     dtype: str | None = None
@@ -58,6 +60,8 @@ class EngineSection(msgspec.Struct, frozen=True, kw_only=True):
     max_sequences: int | None = None
     attention: str | None = None
     prefix_cache: bool | None = None
+    cuda_graphs: str | None = None
+    cuda_graph_batches: tuple[int, ...] | None = None
 
     def given(self) -> dict[str, Any]:
         """The settings that are not None."""

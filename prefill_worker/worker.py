@@ -91,7 +91,7 @@ class PrefillWorker:
     async def _acquire(self, resources: AsyncExitStack, progress: Callable[[str, float], None] | None) -> None:
         from engine.stepper import Stepper
 
-        self._stepper = await Stepper.load(self.config.engine, progress)
+        self._stepper = await Stepper.load(self.config.engine, progress, decodes=False)
         resources.callback(self._stepper.close)
         runner = self._stepper.runner
         settings = runner.config
