@@ -110,6 +110,7 @@ class DecodeWorker:
             timeout=self.config.transfer_timeout,
             checksum=self.config.transfer_checksum,
             secret=self.config.transfer_secret,
+            gpudirect=self.config.gpudirect,
             name=str(self.me),
         )
         transport, host = self.config.transport, self.config.bind_host

@@ -123,6 +123,7 @@ class PrefillWorker:
                 timeout=self.config.transfer_timeout,
                 checksum=self.config.transfer_checksum,
                 secret=self.config.transfer_secret,
+                gpudirect=self.config.gpudirect,
                 name=str(self.me),
             ),
             staging_bytes=self.config.staging_bytes,

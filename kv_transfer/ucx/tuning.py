@@ -40,6 +40,22 @@ def settings(environment: Mapping[str, str] | None = None, *, tls: str = "") -> 
     return {**wanted, "TLS": tls} if tls else wanted
 
 
+def without_peer_copies(tls: str, environment: Mapping[str, str] | None = None) -> str:
+    """``tls``, or what the environment says, less that by which another process's GPU reads or writes our GPU's memory.
+
+    The end of a worker of ours would not end such a copy. Our own small pieces need UCX's ``cuda_copy``.
+    """
+    found = os.environ if environment is None else environment
+    wanted = tls or found.get("UCX_TLS", "")
+    names = [name for name in wanted.removeprefix("^").split(",") if name]
+    if wanted.startswith("^"):
+        return "^" + ",".join(dict.fromkeys([*names, "cuda_ipc"]))
+    if not names or "all" in names:
+        return "^cuda_ipc"
+    kept = [name for name in names if name not in ("cuda", "cuda_ipc")]
+    return ",".join(dict.fromkeys([*kept, "cuda_copy"]))
+
+
 def log_level(environment: Mapping[str, str] | None = None) -> str | None:
     """Our log level, or None where the user has set one."""
     found = os.environ if environment is None else environment

@@ -25,6 +25,8 @@ static int open_count, contexts, streams;
 static _Thread_local int depth;
 /* What the tests look at and change. */
 int stand_in_devices = 1, stand_in_peers = 1, stand_in_fail_copies = 0, stand_in_fail_handles = 0;
+int stand_in_rdma = 1, stand_in_dmabuf = 0, stand_in_flush_options = 1, stand_in_ordering = 0, stand_in_fail_flushes = 0;
+int stand_in_flushes = 0, stand_in_drains = 0;
 
 int cuInit(unsigned flags) { (void)flags; return stand_in_devices ? 0 : 100; }
 int cuGetErrorString(int code, const char **text) {
@@ -36,6 +38,25 @@ int cuDeviceGetCount(int *count) { *count = stand_in_devices; return 0; }
 int cuDeviceGet(int *device, int index) { *device = index; return index < stand_in_devices ? 0 : 101; }
 int cuDeviceGetUuid(uuid_t *uuid, int device) { memset(uuid, 'a' + device, sizeof *uuid); return 0; }
 int cuDeviceCanAccessPeer(int *able, int device, int peer) { (void)device, (void)peer; *able = stand_in_peers; return 0; }
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
+  (void)device;
+  switch (attribute) {
+  case 116: *value = stand_in_rdma; return 0;
+  case 117: *value = stand_in_flush_options; return 0;
+  case 118: *value = stand_in_ordering; return 0;
+  case 124: *value = stand_in_dmabuf; return 0;
+  default: return 1;
+  }
+}
+int cuFlushGPUDirectRDMAWrites(int target, int scope) {
+  if (depth <= 0 || target != 0 || scope != 100) return 201;
+  __atomic_fetch_add(&stand_in_flushes, 1, __ATOMIC_SEQ_CST);
+  return stand_in_fail_flushes ? 700 : 0;
+}
+int cuCtxSynchronize(void) {
+  __atomic_fetch_add(&stand_in_drains, 1, __ATOMIC_SEQ_CST);
+  return depth > 0 ? 0 : 201;
+}
 int cuDevicePrimaryCtxRetain(void **context, int device) { *context = (void *)(intptr_t)(device + 1); contexts++; return 0; }
 int cuDevicePrimaryCtxRelease_v2(int device) { (void)device; contexts--; return 0; }
 int cuCtxPushCurrent_v2(void *context) { (void)context; depth++; return 0; }
