@@ -29,7 +29,7 @@ Sent = TypeVar("Sent", contravariant=True)
 
 
 class Line(Protocol[Sent]):
-    """A channel that carries parcels, one at a time."""
+    """A channel that carries parcels, one at a time; it lets go of what it holds when its peer is gone."""
 
     @property
     def alive(self) -> bool:
