@@ -26,7 +26,7 @@ _ROOM = ctypes.POINTER(ctypes.c_size_t)
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "kvf_version": (ctypes.c_char_p, ()),
     "kvf_reason": (ctypes.c_char_p, (ctypes.c_int,)),
-    "kvf_log_level": (ctypes.c_int, (ctypes.c_char_p,)),
+    "kvf_process_setting": (ctypes.c_int, (ctypes.c_char_p, ctypes.c_char_p)),
     "kvf_context_new": (ctypes.c_int, (ctypes.POINTER(ctypes.c_char_p), ctypes.c_size_t, _OUT)),
     "kvf_context_free": (None, (_POINTER,)),
     "kvf_describe": (ctypes.c_int, (_POINTER, _POINTER, ctypes.c_char_p, ctypes.c_size_t)),
@@ -70,9 +70,8 @@ class Library:
             function.restype, function.argtypes = result, arguments
         self.source = source
         self.version: str = self.calls.kvf_version().decode()
-        level = tuning.log_level()
-        if level is not None:
-            self.calls.kvf_log_level(level.encode())
+        for name, value in tuning.process_settings().items():
+            self.calls.kvf_process_setting(name.encode(), value.encode())
 
     def reason(self, status: int) -> str:
         """What a status means."""

@@ -18,7 +18,7 @@
 #define PIECE_BYTES (1u << 20)
 #define FLIGHT_BYTES (8u << 20)
 
-/* Exported by libucs of every release we know, but not promised: without it UCX's own log stays as it is. */
+/* Exported by libucs of every release we know, but not promised: without it these settings stay as UCX has them. */
 extern ucs_status_t ucs_global_opts_set_value(const char *name, const char *value) __attribute__((weak));
 
 struct channel;
@@ -50,8 +50,9 @@ API const char *kvf_version(void) { return ucp_get_version_string(); }
 
 API const char *kvf_reason(int status) { return ucs_status_string((ucs_status_t)status); }
 
-API int kvf_log_level(const char *level) {
-    return ucs_global_opts_set_value ? ucs_global_opts_set_value("LOG_LEVEL", level) : UCS_ERR_UNSUPPORTED;
+/* Of the whole process, and before it opens a context. */
+API int kvf_process_setting(const char *name, const char *value) {
+    return ucs_global_opts_set_value ? ucs_global_opts_set_value(name, value) : UCS_ERR_UNSUPPORTED;
 }
 
 /* settings: name, value, name, value, ... A setting that this release lacks is passed over. */

@@ -7,7 +7,10 @@ is for the test marked ``gpu``.
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -34,6 +37,7 @@ from kv_transfer.transport import (
     why_not_on_device,
 )
 from kv_transfer.ucx import gpudirect as found_here
+from kv_transfer.ucx.build import find_ucx
 from kv_transfer.ucx.gpudirect import Domain, Found, parse_domains
 from kv_transfer.ucx.tuning import without_peer_copies
 from protocol.errors import ChannelLost, ConfigError, KVFerryError
@@ -266,6 +270,27 @@ async def test_a_cut_move_waits_for_the_gpu_before_it_is_called_quiet(ends: Any,
     again = made.open([7])
     await made.ship(again, [7])
     assert (made.target[7] == made.source[7]).all()
+
+
+# --- with UCX's own CUDA module ------------------------------------------------------------------------------------
+
+
+def test_ucx_itself_takes_the_memory_for_a_gpus(cuda_library: Path, tmp_path: Path) -> None:
+    """In a process of its own, for UCX looks for a driver once, when it is first opened."""
+    need_ucx()
+    ucx = find_ucx()
+    if ucx.libraries is None or not list((ucx.libraries / "ucx").glob("libuct_cuda*")):
+        pytest.skip(f"{ucx.name} has no CUDA module")
+    driver = tmp_path / "libcuda.so.1"
+    for name in (driver.name, "libnvidia-ml.so.1"):
+        (tmp_path / name).symlink_to(cuda_library)
+    script = Path(__file__).with_name("ucx_cuda_case.py")
+    environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path)}
+    command = [sys.executable, "-X", "faulthandler", str(script), str(driver)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[0].endswith("finds no RDMA device")
+    assert done.stdout.splitlines()[-1] == "done"
 
 
 # --- with a GPU and RDMA --------------------------------------------------------------------------------------------
