@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.graph_batches import MOST
 from protocol.errors import ConfigError
 from protocol.layout import ITEMSIZE, CacheDtype, Order
 
@@ -86,10 +87,12 @@ class EngineConfig:
         sizes = self.cuda_graph_batches
         if sizes is None:
             return
-        whole = bool(sizes) and all(type(size) is int and 1 <= size <= self.max_sequences for size in sizes)
+        whole = bool(sizes) and all(type(size) is int and 1 <= size <= MOST for size in sizes)
         if not whole or sorted(set(sizes)) != list(sizes):
-            wanted = f"ascending numbers in [1, max_sequences {self.max_sequences}]"
-            raise ConfigError(f"cuda_graph_batches must be {wanted}, got {sizes!r}", field="cuda_graph_batches")
+            raise ConfigError(
+                f"cuda_graph_batches must be ascending numbers in [1, {MOST}], got {sizes!r}",
+                field="cuda_graph_batches",
+            )
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, name)

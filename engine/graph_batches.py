@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 MOST = 512
-"""Largest batch that is captured by default: a GPU computes longer than this one's launches take."""
+"""Largest batch that is captured: a GPU computes longer than this one's launches take."""
 _STEPS = ((64, 8), (256, 16), (MOST, 32))
 """Up to the first number the sizes rise by the second: padding wastes less than a quarter, above 8 rows."""
 

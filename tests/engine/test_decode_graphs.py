@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import random
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,87 +18,21 @@ import torch
 from checkpoints import tiny_llama, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recorded_decodes import CPU, Rerun, StaticAttention
 
-from engine.attention.backend import AttentionPlan, Scoring, by_token, store_by_slot
-from engine.attention.sdpa import SDPAttention
 from engine.batch import BatchLimits, Chunk, flatten
 from engine.config import EngineConfig
-from engine.decode_inputs import DecodeInputs, DecodeRows
+from engine.decode_inputs import DecodeInputs
 from engine.graph_batches import MOST, batch_for, default_batches
 from engine.layer_watch import LayerWatch
-from engine.recorder import Recorder
 from engine.runner import ModelRunner
 from protocol.errors import ConfigError, EngineFailure
 from protocol.layout import PADDING_BLOCK
 from protocol.sampling import SamplingParams
 
-CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
 SIZES = (1, 2, 4, 7)
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-
-
-class Rerun(Recorder):
-    """Runs again what it was given, and counts."""
-
-    def __init__(self) -> None:
-        self.device = CPU
-        self.recorded = 0
-        self.replayed: list[int] = []
-        self.uploads = self.waits = 0
-
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        run()
-        number = self.recorded
-        self.recorded += 1
-
-        def replay() -> None:
-            self.replayed.append(number)
-            run()
-
-        return replay
-
-    def upload(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        assert self.waits == self.uploads + 1, "host memory was filled while it may have been read"
-        self.uploads += 1
-        for there, here in pairs:
-            there.copy_(here)
-
-    def wait_for_uploads(self) -> None:
-        self.waits += 1
-
-
-class StaticPlan(AttentionPlan):
-    """Attention whose work depends on shapes alone, as a captured one must."""
-
-    def __init__(self, backend: SDPAttention, rows: DecodeRows) -> None:
-        super().__init__(backend.order)
-        self._rows = rows
-
-    def store(self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
-        store_by_slot(self._rows.slots, k, v, k_cache, v_cache, self.order)
-
-    def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-        lens = self._rows.seq_lens[:, None]
-        tables = self._rows.block_tables.long()
-        k, v = (by_token(cache, self.order)[tables].flatten(1, 2) for cache in (k_cache, v_cache))
-        place = torch.arange(k.shape[1])[None]
-        seen = place < lens
-        if scoring.window:
-            seen &= place >= lens - scoring.window
-        heads = q.view(len(q), k.shape[2], -1, q.shape[-1])
-        scores = torch.einsum("bgqd,btgd->bgqt", heads, k.nan_to_num()) * scoring.scale
-        if scoring.softcap:
-            scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-        weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
-        # A token that is not seen may hold anything, and one that is seen has to show it.
-        values = torch.where(seen[:, :, None, None], v, 0.0)
-        return torch.einsum("bgqt,btgd->bgqd", weights, values).reshape(q.shape)
-
-
-class StaticAttention(SDPAttention):
-    def decode_plan(self, rows: DecodeRows) -> AttentionPlan:
-        return StaticPlan(self, rows)
 
 
 def runner_of(path: Path, **settings: Any) -> ModelRunner:
@@ -135,7 +69,7 @@ def test_the_sizes_of_the_default() -> None:
     assert default_batches(20) == (1, 2, 4, 8, 16, 20)
 
 
-@pytest.mark.parametrize("sizes", [(), (0, 1), (2, 1), (1, 1), (1, 65), (True, 2), (1.0,), [1, "2"]])
+@pytest.mark.parametrize("sizes", [(), (0, 1), (2, 1), (1, 1), (1, 513), (True, 2), (1.0,), [1, "2"]])
 def test_bad_sizes_are_named(sizes: Any) -> None:
     with pytest.raises(ConfigError, match="cuda_graph_batches must be ascending numbers in") as caught:
         EngineConfig(model="m", cuda_graph_batches=sizes)
