@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from engine.attention.backend import AttentionPlan, Scoring, by_token, store_by_slot
+from engine.attention.backend import AttentionPlan, Scoring, by_token
 from engine.attention.sdpa import SDPAttention
 from engine.decode_inputs import DecodeRows
 from engine.recorder import Recorder
@@ -52,7 +52,9 @@ class StaticPlan(AttentionPlan):
         self._rows = rows
 
     def store(self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
-        store_by_slot(self._rows.slots, k, v, k_cache, v_cache, self.order)
+        for values, cache in ((k, k_cache), (v, v_cache)):
+            tokens = by_token(cache, self.order)
+            tokens[self._rows.slots // tokens.shape[1], self._rows.slots % tokens.shape[1]] = values
 
     def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         lens = self._rows.seq_lens[:, None]
