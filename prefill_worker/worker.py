@@ -93,7 +93,7 @@ class PrefillWorker:
     async def _acquire(self, resources: AsyncExitStack, progress: Callable[[str, float], None] | None) -> None:
         from engine.stepper import Stepper
 
-        self._stepper = await Stepper.load(self.config.engine, progress)
+        self._stepper = await Stepper.load(self.config.engine, progress, decodes=False)
         resources.callback(self._stepper.close)
         runner = self._stepper.runner
         settings = runner.config
@@ -126,6 +126,7 @@ class PrefillWorker:
                 timeout=self.config.transfer_timeout,
                 checksum=self.config.transfer_checksum,
                 secret=self.config.secret,
+                gpudirect=self.config.gpudirect,
                 name=str(self.me),
             ),
             staging_bytes=self.config.staging_bytes,
