@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -104,6 +105,8 @@ class ModelRunner:
     def execute(self, chunks: Sequence[Chunk], watch: LayerWatch | None = None) -> list[Draw | None]:
         """One forward step of all ``chunks``; stores their K and V, on a GPU in the order that ``copies`` keeps.
 
+        Blocks that chunks want copied are copied first, all of them, before anything is stored.
+
         Args:
             chunks: the work.
             watch: called from within: what the layers that are through have stored is in memory, and no later layer
@@ -116,19 +119,23 @@ class ModelRunner:
             InvariantViolation: a chunk names what is not there; nothing was stored.
             EngineFailure: torch raised, or the logits are not finite; nothing is stored any more.
         """
-        drawing = [
-            (index, Row(chunk.sampling, chunk.position, chunk.history))
-            for index, chunk in enumerate(chunks)
-            if chunk.sampling is not None
-        ]
         draws: list[Draw | None] = [None] * len(chunks)
         logits = self.logits(chunks, watch)
-        if drawing:
-            indices, rows = zip(*drawing, strict=True)
+        rows: list[Row] = []
+        source: list[int] = []
+        indices: list[int] = []
+        for index, chunk in enumerate(chunks):
+            if chunk.sampling is not None:
+                for sampling in (chunk.sampling, *chunk.forks):
+                    rows.append(Row(sampling, chunk.position, chunk.history))
+                    source.append(len(indices))
+                indices.append(index)
+        if rows:
             with _mapped(f"drawing {len(rows)} tokens"):
-                drawn = sample(logits, rows)
-            for index, draw in zip(indices, drawn, strict=True):
-                draws[index] = draw
+                # Forks of a chunk see the same logits.
+                drawn = iter(sample(logits if len(rows) == len(indices) else logits[source], rows))
+            for index in indices:
+                draws[index] = next(drawn)._replace(forks=tuple(islice(drawn, len(chunks[index].forks))))
         return draws
 
     def logits(self, chunks: Sequence[Chunk], watch: LayerWatch | None = None) -> torch.Tensor:
@@ -143,6 +150,8 @@ class ModelRunner:
         """
         batch = flatten(chunks, self._limits)
         with _mapped(f"a step of {len(batch.token_ids)} tokens"), self._marked(), torch.inference_mode():
+            if copies := [chunk.copied for chunk in chunks if chunk.copied is not None]:
+                self.cache.copy_blocks(copies)
             hidden = self._model.hidden(
                 torch.from_numpy(batch.token_ids).to(self.device),
                 torch.from_numpy(batch.positions).to(self.device),

@@ -170,8 +170,10 @@ class LeaseBook:
         fresh = lease.advance(tuple(blocks), layers)
         return [*([Hold(key, fresh)] if fresh else []), *self._ship_computed(lease)]
 
-    def finished(self, key: RequestKey, next_token: TokenId, now: float) -> list[Instruction]:
-        """The whole prompt is computed, its last block announced, and the first token drawn.
+    def finished(
+        self, key: RequestKey, next_token: TokenId, now: float, *, fork_tokens: tuple[TokenId, ...] = ()
+    ) -> list[Instruction]:
+        """The whole prompt is computed, its last block announced, and the first token drawn, and that of each fork.
 
         Raises:
             InvariantViolation: blocks of the prompt are missing, or it finished before.
@@ -183,6 +185,7 @@ class LeaseBook:
             raise InvariantViolation(f"lease {key} finished with {len(lease.source)} of {lease.num_blocks} blocks")
         lease.tracker.move(LeaseEvent.FINISH)
         lease.next_token = next_token
+        lease.fork_tokens = fork_tokens
         lease.finished_at = now
         if lease.expires is None:
             lease.expires = now + lease.ttl

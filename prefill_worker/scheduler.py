@@ -23,6 +23,7 @@ from engine.prefix_index import BlockHash, block_hashes
 from protocol.errors import PoolExhausted
 from protocol.ids import Peer, RequestKey
 from protocol.messages import Prefill
+from protocol.sampling import SamplingParams
 from protocol.transitions import Tracker, TransitionTable
 
 
@@ -94,6 +95,11 @@ class Prompt:
     def owner(self) -> Owner:
         """Holds its blocks while it computes."""
         return Owner(HolderKind.TABLE, str(self.request.key))
+
+    @property
+    def fork_samplings(self) -> tuple[SamplingParams, ...]:
+        """How the prompt's further continuations draw."""
+        return tuple(fork.sampling(self.request.sampling) for fork in self.request.forks)
 
     @property
     def length(self) -> int:
@@ -298,6 +304,7 @@ def chunks_of(step: Sequence[Work]) -> list[Chunk]:
             start=work.start,
             block_table=work.prompt.block_table,
             sampling=work.prompt.request.sampling if work.last else None,
+            forks=work.prompt.fork_samplings if work.last else (),
             position=work.prompt.request.emitted,
             history=work.prompt.request.token_ids if work.prompt.request.sampling.looks_back else (),
         )

@@ -18,6 +18,7 @@ from typing import Annotated
 import msgspec
 
 from protocol.errors import KVFerryError, error_from_code
+from protocol.forks import MAX_FORKS, Forks
 from protocol.ids import Address, BlockId, Peer, RequestKey, Role, Ticket, WorkerId
 from protocol.layout import KVLayout
 from protocol.sampling import FinishReason, SamplingParams, TokenId, TokenLogprobs
@@ -122,6 +123,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
         preemptions, failures: requests given back or failed.
         transport_fallbacks: decode workers that a better transport was offered by than could be used (prefill).
         draining: takes no new work.
+        empty_slots: of the blocks in use, for which there is no token.
     """
 
     pool: PoolCounts
@@ -143,6 +145,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     failures: Count = 0
     transport_fallbacks: Count = 0
     draining: bool = False
+    empty_slots: Count = 0
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
@@ -171,6 +174,7 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
         handoff: the decode worker that will take over, or None when the request ends with the first token.
         lease_ttl: seconds the lease lives without a sign of its reader.
         cache_salt: prefix-cache namespace.
+        forks: further continuations of the prompt, drawn and handed over with this one.
     """
 
     key: RequestKey
@@ -180,6 +184,7 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
     handoff: Peer | None
     lease_ttl: Seconds = 30.0
     cache_salt: Salt = ""
+    forks: Forks = ()
 
 
 class Reserve(msgspec.Struct, frozen=True, kw_only=True, tag="reserve"):
@@ -192,6 +197,7 @@ class Reserve(msgspec.Struct, frozen=True, kw_only=True, tag="reserve"):
     prefill: PrefillAddress
     lease_ttl: Seconds = 30.0
     cache_salt: Salt = ""
+    forks: Forks = ()
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
@@ -320,6 +326,7 @@ class Handover(msgspec.Struct, frozen=True, kw_only=True, tag="handover"):
         ticket: of the grant that was answered.
         ship, tail: seconds in the transport, and from the last chunk's end to this message.
         transport: URI scheme that the blocks went by; "" when there were none to write.
+        fork_tokens: the first token of each fork, in the order that they were asked for.
     """
 
     key: RequestKey
@@ -331,6 +338,7 @@ class Handover(msgspec.Struct, frozen=True, kw_only=True, tag="handover"):
     ship: Seconds = 0.0
     tail: Seconds = 0.0
     transport: Annotated[str, msgspec.Meta(max_length=32)] = ""
+    fork_tokens: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_FORKS)] = ()
 
 
 class Refuse(msgspec.Struct, frozen=True, kw_only=True, tag="refuse"):

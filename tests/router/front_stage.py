@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,10 @@ class ScriptedService:
             outcome = "finished"
         finally:
             self._count(outcome)
+
+    @contextmanager
+    def together(self, generations: Sequence[Generation]) -> Iterator[tuple[AsyncGenerator[Output, None], ...]]:
+        yield tuple(self.generate(generation) for generation in generations)
 
     def _count(self, name: str) -> None:
         with self._changed:
