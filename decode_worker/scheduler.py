@@ -96,6 +96,15 @@ class DecodeScheduler:
         return sum(sequence.tracker.state is SequenceState.RUNNING for sequence in self._live.values())
 
     @property
+    def empty_slots(self) -> int:
+        """Slots behind the last token of each sequence, less than a block of each; those of a shared block once."""
+        ends = {
+            sequence.block_table[-1]: len(sequence.block_table) * self._block_size - len(sequence.token_ids)
+            for sequence in self._live.values()
+        }
+        return sum(max(0, slots) for slots in ends.values())
+
+    @property
     def idle(self) -> bool:
         """Whether no sequence is reserved or running."""
         return not self._live

@@ -174,9 +174,9 @@ class DecodeWorker:
 
     def load(self) -> WorkerLoad:
         """What it is doing now."""
-        imports = self._imports
+        imports, pool = self._imports, self.pool.counts()
         return WorkerLoad(
-            pool=self.pool.counts(),
+            pool=pool,
             waiting=self._scheduler.waiting,
             waiting_tokens=self._scheduler.waiting_tokens,
             running=self._scheduler.running,
@@ -191,6 +191,8 @@ class DecodeWorker:
             kv_seconds=imports.kv_seconds,
             preemptions=self._preemptions,
             failures=self._failures,
+            used_slots=pool.used * self.pool.block_size,
+            empty_slots=self._scheduler.empty_slots,
         )
 
     def transfer(self) -> TransferCounts:

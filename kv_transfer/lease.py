@@ -53,6 +53,10 @@ class LeaseBook:
         """Leases that still hold blocks, draining ones included."""
         return len(self._leases)
 
+    def ends(self) -> dict[int, int]:
+        """Slots behind the last token of each computed prompt whose blocks are held, by the prompt's last block."""
+        return dict(end for lease in self._leases.values() if (end := lease.end) is not None)
+
     def is_open(self, key: RequestKey) -> bool:
         """Whether ``key`` has a lease that has not closed."""
         return self._find(key) is not None

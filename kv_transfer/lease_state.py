@@ -173,6 +173,13 @@ class Lease:
             return self.grant.layout.blocks_for(self.num_tokens)
         return len(self.source) * self.block_size // self.grant.layout.block_size
 
+    @property
+    def end(self) -> tuple[int, int] | None:
+        """The prompt's last block, and the slots in it behind the last token; None until the prompt is computed."""
+        if len(self.source) < self.num_blocks:
+            return None
+        return self.source[-1], self.num_blocks * self.block_size - self.num_tokens
+
     def grant_fault(self, grant: Grant) -> KVFerryError | None:
         """Why this lease cannot take this grant, or None."""
         key, blocks = self.key, grant.blocks

@@ -172,6 +172,14 @@ class PrefillScheduler:
         return len(self._running)
 
     @property
+    def empty_slots(self) -> dict[int, int]:
+        """Slots behind the last token of each prompt being computed, by the prompt's last block."""
+        prompts = self._running.values()
+        return {
+            prompt.block_table[-1]: len(prompt.block_table) * self._block_size - prompt.length for prompt in prompts
+        }
+
+    @property
     def blocked(self) -> Prompt | None:
         """The prompt that is next, when nothing is computed and it still does not fit: only leases are in its way."""
         return self._waiting[0] if self._waiting and not self._running else None

@@ -175,9 +175,9 @@ class PrefillWorker:
 
     def load(self) -> WorkerLoad:
         """What it is doing now."""
-        exports = self._exports
+        exports, pool = self._exports, self.pool.counts()
         return WorkerLoad(
-            pool=self.pool.counts(),
+            pool=pool,
             waiting=self._scheduler.waiting,
             waiting_tokens=self._scheduler.waiting_tokens,
             running=self._scheduler.running,
@@ -193,6 +193,8 @@ class PrefillWorker:
             preemptions=self._preemptions,
             failures=self._failures,
             transport_fallbacks=exports.chooser.fallbacks,
+            used_slots=pool.used * self.pool.block_size,
+            empty_slots=sum((self._scheduler.empty_slots | exports.book.ends()).values()),
         )
 
     def transfer(self) -> TransferCounts:

@@ -6,7 +6,7 @@ History of the wire:
   ``Grant.address``, ``Handover.transport``, ``WorkerLoad.transport_fallbacks``, ``Tokens.logprobs``,
   ``Heartbeat.transfer``, and in ``SamplingParams`` penalties, ``min_p``, ``logit_bias`` and ``logprobs``.
 * 2 -- ``Prefill.forks``, ``Reserve.forks`` and ``Handover.fork_tokens``: several continuations of one prompt cross as
-  one; ``WorkerLoad.empty_slots``.
+  one; ``WorkerLoad.used_slots`` and ``empty_slots``.
 """
 
 from __future__ import annotations

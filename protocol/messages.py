@@ -73,10 +73,14 @@ class PoolCounts(msgspec.Struct, frozen=True, kw_only=True):
     total: Count
 
     @property
+    def used(self) -> int:
+        """Blocks that somebody holds."""
+        return self.active + self.exported + self.importing + self.draining
+
+    @property
     def leaked(self) -> int:
         """Blocks that no state accounts for (negative: counted twice)."""
-        held = self.active + self.cached + self.exported + self.importing + self.draining
-        return self.total - self.reserved - self.free - held
+        return self.total - self.reserved - self.free - self.cached - self.used
 
 
 class WorkerProfile(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,7 +127,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
         preemptions, failures: requests given back or failed.
         transport_fallbacks: decode workers that a better transport was offered by than could be used (prefill).
         draining: takes no new work.
-        empty_slots: of the blocks in use, for which there is no token.
+        used_slots: of the blocks in use: each holds one token's KV, or will.
+        empty_slots: those of them for which there is no token, behind the last one of a sequence.
     """
 
     pool: PoolCounts
@@ -145,7 +150,13 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     failures: Count = 0
     transport_fallbacks: Count = 0
     draining: bool = False
+    used_slots: Count = 0
     empty_slots: Count = 0
+
+    @property
+    def empty_share(self) -> float:
+        """Share of the pool's memory in use that is wasted on slots without a token."""
+        return self.empty_slots / self.used_slots if self.used_slots else 0.0
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
