@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from decode_worker.reach import Reach
 from decode_worker.sequence import (
     SEQUENCES,
     Sequence,
@@ -68,9 +69,10 @@ class DecodeScheduler:
         pool: holds the blocks.
         block_size: tokens per block.
         max_sequences: reserved and running side by side.
+        window: tokens that the model reads back at most; 0 for all.
     """
 
-    def __init__(self, pool: BlockPool, *, block_size: int, max_sequences: int) -> None:
+    def __init__(self, pool: BlockPool, *, block_size: int, max_sequences: int, window: int = 0) -> None:
         self._pool = pool
         self._block_size = block_size
         self._max_sequences = max_sequences
@@ -79,6 +81,7 @@ class DecodeScheduler:
         self._live: dict[RequestKey, Sequence] = {}
         self._in_step: tuple[Sequence, ...] = ()
         self._tails = SharedTails(pool)
+        self._reach = Reach(pool, window)
 
     @property
     def waiting(self) -> int:
@@ -176,6 +179,7 @@ class DecodeScheduler:
         sequence.committed = now
         for index in range(sequence.cached_blocks, len(sequence.hashes)):
             self._pool.seal(sequence.block_table[index], sequence.hashes[index])
+        self._reach.let_go(sequence)
         return sequence
 
     def fork(self, first: Sequence, index: int, next_token: int) -> Sequence:
@@ -199,9 +203,10 @@ class DecodeScheduler:
             computed=first.computed,
             committed=first.committed,
             block_table=list(first.block_table),
+            passed=first.passed,
             cached_blocks=first.cached_blocks,
         )
-        self._pool.share(table_owner(fork.key), sequence.block_table)
+        self._pool.share(table_owner(fork.key), sequence.block_table[first.passed :])
         self._live[fork.key] = sequence
         sequence.tracker.move(SequenceEvent.FORK)
         return sequence
@@ -229,6 +234,7 @@ class DecodeScheduler:
             self._tails.copied(sequence)
             sequence.computed += 1
             self._seal_last(sequence)
+            self._reach.let_go(sequence)
             output = Output(
                 sequence,
                 sequence.produced,

@@ -91,6 +91,7 @@ class Sequence:
         computed: tokens whose KV is in the pool.
         produced: output tokens of the whole request so far, earlier attempts included.
         block_table: physical blocks.
+        passed: leading blocks that lie out of reach, given back; the padding block stands in their place.
         cached_blocks: leading blocks found in this worker's own prefix cache.
         lanes: sequences that it comes to once it has forked.
         copied: ``(source, target)`` of a shared block that the next step copies before it writes; the hold on the
@@ -110,6 +111,7 @@ class Sequence:
     computed: int = 0
     committed: float = 0.0
     block_table: list[int] = field(default_factory=list)
+    passed: int = 0
     cached_blocks: int = 0
     lanes: int = 1
     copied: tuple[int, int] | None = None

@@ -103,7 +103,10 @@ class DecodeWorker:
         self.pool = BlockPool(runner.num_blocks, settings.block_size, prefix_cache=settings.prefix_cache)
         self._watch = PoolWatch(self.pool)
         self._scheduler = DecodeScheduler(
-            self.pool, block_size=settings.block_size, max_sequences=settings.max_sequences
+            self.pool,
+            block_size=settings.block_size,
+            max_sequences=settings.max_sequences,
+            window=runner.model_config.reach,
         )
         context = zmq.asyncio.Context()
         resources.callback(context.term)

@@ -35,16 +35,18 @@ def request(name: str, length: int, forks: int, *, max_tokens: int = 12) -> Rese
 class Bench:
     """A scheduler, its pool, and what each slot of the pool holds."""
 
-    def __init__(self, num_blocks: int = 41, sequences: int = 12) -> None:
+    def __init__(self, num_blocks: int = 41, sequences: int = 12, window: int = 0) -> None:
         self.pool = BlockPool(num_blocks, BLOCK)
-        self.scheduler = DecodeScheduler(self.pool, block_size=BLOCK, max_sequences=sequences)
+        self.scheduler = DecodeScheduler(self.pool, block_size=BLOCK, max_sequences=sequences, window=window)
+        self.window = window
         self.slots: dict[int, int] = {}
         self.copies = 0
         self.drawn = 10
 
     def commit(self, sequence: Sequence, wanted: int) -> list[Sequence]:
         """The import has landed; of its forks ``wanted`` go on."""
-        for index, token in enumerate(sequence.token_ids):
+        hits = sequence.cached_blocks * BLOCK
+        for index, token in list(enumerate(sequence.token_ids))[hits:]:
             self.slots[self.slot(sequence.block_table, index)] = token
         self.scheduler.commit(sequence.key, self.token(), 0.0)
         return [sequence, *(self.scheduler.fork(sequence, index, self.token()) for index in range(wanted))]
@@ -72,9 +74,9 @@ class Bench:
             for offset, token in enumerate(chunk.token_ids):
                 self.slots[self.slot(list(chunk.block_table), chunk.start + offset)] = token
         for sequence in step.sequences:
-            table = sequence.block_table
-            read = [self.slots.get(self.slot(table, index)) for index in range(len(sequence.token_ids))]
-            assert read == sequence.token_ids
+            table, length = sequence.block_table, len(sequence.token_ids)
+            seen = range(max(0, length - self.window) if self.window else 0, length)
+            assert [self.slots.get(self.slot(table, i)) for i in seen] == sequence.token_ids[seen.start :]
         return step
 
     def end(self, step: Step, token: int | None = None) -> list[Sequence]:
@@ -151,6 +153,39 @@ def test_a_request_waits_until_all_of_its_continuations_may_run() -> None:
     assert len(bench.scheduler.admit()) == 1
 
 
+def test_blocks_that_the_window_has_passed_are_given_back() -> None:
+    bench = Bench(num_blocks=12, window=6)
+    bench.scheduler.add(request("a", 9, 1, max_tokens=200), ROUTER, 0.0)
+    (first,) = bench.scheduler.admit()
+    bench.commit(first, 1)
+    # The next token is the tenth and sees the fifth to the tenth: the first block is out of sight.
+    assert (first.passed, first.block_table[0], bench.pool.counts().cached) == (1, 0, 1)
+    for _ in range(100):
+        bench.end(bench.begin())
+        # Six tokens lie in three blocks at most, and each of the two has its own.
+        assert bench.pool.counts().active <= 6
+    assert bench.copies == 1
+    # What was given back is found, as long as nobody else needs the room.
+    bench.scheduler.drop(first.key)
+    bench.pool.check_integrity()
+
+
+def test_a_window_gives_back_what_a_prefix_hit_shares() -> None:
+    bench = Bench(window=5)
+    for name in ("a", "b"):
+        bench.scheduler.add(request(name, 17, 0, max_tokens=50), ROUTER, 0.0)
+    first, second = bench.scheduler.admit()
+    bench.commit(first, 0)
+    bench.commit(second, 0)
+    bench.scheduler.add(request("c", 17, 0, max_tokens=50), ROUTER, 0.0)
+    (third,) = bench.scheduler.admit()
+    assert third.cached_blocks == 4, "given back, and found again"
+    bench.commit(third, 0)
+    for _ in range(30):
+        bench.end(bench.begin())
+    bench.pool.check_integrity()
+
+
 def test_requests_like_those_of_people_waste_little() -> None:
     found = measure(16, requests=120, sequences=32, num_blocks=1500)
     assert found.share < 0.04
@@ -161,9 +196,9 @@ def test_requests_like_those_of_people_waste_little() -> None:
 class ForkLife(RuleBasedStateMachine):
     """Prompts with forks come; each continuation is dropped, preempted and finished by itself."""
 
-    @initialize(blocks=st.integers(8, 24), sequences=st.integers(4, 9))
-    def begin(self, blocks: int, sequences: int) -> None:
-        self.bench = Bench(blocks, sequences)
+    @initialize(blocks=st.integers(8, 24), sequences=st.integers(4, 9), window=st.sampled_from([0, 1, 3, 4, 5, 9]))
+    def begin(self, blocks: int, sequences: int, window: int) -> None:
+        self.bench = Bench(blocks, sequences, window)
         self.names = 0
         self.live: dict[RequestKey, Sequence] = {}
         self.step: Step | None = None
