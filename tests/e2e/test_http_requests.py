@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -36,8 +37,15 @@ class Stage:
         return self._tokenizer.decode(token_ids)
 
     async def complete(self, prompt: list[int], headers: dict[str, str] | None = None, **params: int) -> httpx.Response:
-        body = {"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, **params}
-        answer = await self._client.post("/v1/completions", json=body, headers=headers or {})
+        return await self._post("/v1/completions", {"prompt": prompt, **params}, headers or {})
+
+    async def ask(self, path: str, fields: dict[str, object]) -> dict[str, Any]:
+        content: dict[str, Any] = (await self._post(path, fields, {})).json()
+        return content
+
+    async def _post(self, path: str, fields: dict[str, Any], headers: dict[str, str]) -> httpx.Response:
+        body = {"model": MODEL, "temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, **fields}
+        answer = await self._client.post(path, json=body, headers=headers)
         assert answer.status_code == 200, answer.text
         return answer
 
@@ -96,5 +104,21 @@ async def test_three_continuations_of_one_prompt(stage: Stage, tiny_oracle: Orac
     truth = stage.text(tiny_oracle.greedy(prompt, TOKENS))
     assert [choice["text"] for choice in answer["choices"]] == [truth] * 3
     assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (len(prompt), 3 * TOKENS)
-    # Prefilled once: the others found all but the last block, for whose logits they computed it again.
-    assert stage.prefilled() == len(prompt) + 2 * (len(prompt) - len(prompt) // 4 * 4)
+    assert stage.prefilled() == len(prompt), "prefilled more than once"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_another_tenants_salt_hits_nothing(stage: Stage, path: str) -> None:
+    content = "the ferry carries the blocks across the water, and the blocks arrive in order"
+    asked: dict[str, object] = {"prompt": content} if path == "/v1/completions" else {}
+    if not asked:
+        asked["messages"] = [{"role": "user", "content": content}]
+    cached, texts = [], []
+    for salt in ("", "a", "b", "a", "b", ""):
+        answer = await stage.ask(path, {**asked, "cache_salt": salt})
+        cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+        choice = answer["choices"][0]
+        texts.append(choice["text"] if "text" in choice else choice["message"]["content"])
+    assert cached[:3] == [0, 0, 0], "one salt's blocks were found under another"
+    assert min(cached[3:]) > 0, "the same salt finds its own"
+    assert len(set(texts)) == 1

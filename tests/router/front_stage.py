@@ -101,6 +101,7 @@ class ScriptedService:
         self.model = MODEL
         self.max_model_len = max_model_len
         self.generations: list[Generation] = []
+        self.groups: list[list[Generation]] = []
         self._script = script
         self._ready = ready
         self._changed = threading.Condition()
@@ -119,6 +120,7 @@ class ScriptedService:
 
     @contextmanager
     def together(self, generations: Sequence[Generation]) -> Iterator[tuple[AsyncGenerator[Output, None], ...]]:
+        self.groups.append([*generations])
         yield tuple(self.generate(generation) for generation in generations)
 
     def _count(self, name: str) -> None:
