@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from oracle import Oracle
 from rack import Rack, rack, until
+from test_handoff_faults import Gate
 
 from protocol.sampling import SamplingParams
 from router.front.generation import Generation, Output
@@ -117,3 +118,44 @@ async def test_more_than_run_side_by_side_and_more_than_the_pool_holds(
     async with rack(tiny_llama_dir, decode_engine=small) as running:
         assert await ask_together(running, copies(prompt, 9)) == alone
         assert running.decode[0].load().preemptions, "the pool was to be too small"
+
+
+@pytest.mark.parametrize("leaving", [(0,), (1,), (0, 1, 2)], ids=["the first", "another", "all"])
+@pytest.mark.parametrize("stage", ["prefilling", "half shipped", "landed"])
+async def test_a_cancel_at_each_stage_leaves_the_others_their_text(
+    tiny_llama_dir: Path, tiny_oracle: Oracle, stage: str, leaving: tuple[int, ...]
+) -> None:
+    prompt = prompt_of(41, tiny_oracle, seed=5)
+    truth = tiny_oracle.greedy(prompt, 14)
+    async with rack(tiny_llama_dir) as running:
+        (prefill,), (decode,) = running.prefill, running.decode
+        gate = Gate(decode) if stage == "landed" else Gate(prefill, open_for=stage == "half shipped")
+        with running.service.together(copies(prompt, 3, temperature=0.0)) as each:
+            readers = [asyncio.create_task(read(outputs)) for outputs in each]
+            await until(lambda: gate.held == 1 and decode.load().kv_blocks in (0, 4, 11), f"the stage {stage!r}")
+            for index in leaving:
+                readers[index].cancel()
+            await asyncio.gather(*(readers[index] for index in leaving), return_exceptions=True)
+            # One whose cancel comes last: by then both workers have heard of the others'.
+            probe = asyncio.create_task(running.ask(prompt[:5]))
+            await until(lambda: prefill.load().waiting + prefill.load().running, "the request behind the cancels")
+            gate.open()
+            answers = await asyncio.gather(*readers, return_exceptions=True)
+            await probe
+        kept = [tokens for index, tokens in enumerate(answers) if index not in leaving]
+        assert kept == [truth] * (3 - len(leaving))
+
+
+async def test_a_prefill_worker_dies_and_each_goes_on_elsewhere(tiny_llama_dir: Path, tiny_oracle: Oracle) -> None:
+    prompt = prompt_of(41, tiny_oracle, seed=6)
+    async with rack(tiny_llama_dir, prefill=2, router={"worker_timeout": 1.0}) as running:
+        gates = [Gate(worker, open_for=1) for worker in running.prefill]
+        asked = asyncio.create_task(ask_together(running, copies(prompt, 3)))
+        await until(lambda: any(gate.held for gate in gates), "a prompt half computed")
+        victim = next(index for index, gate in enumerate(gates) if gate.held)
+        stopping = asyncio.create_task(running.prefill.pop(victim).stop())
+        for gate in gates:
+            gate.open()
+        together = await asked
+        await stopping
+        assert together == await ask_apart(running, copies(prompt, 3))
