@@ -46,6 +46,7 @@ class EngineSection(msgspec.Struct, frozen=True, kw_only=True):
         max_sequences: sequences in one step.
         attention: attention backend, or "auto".
         prefix_cache: keep and share full blocks of earlier prompts.
+        pool_memory: the pool's memory in place of num_blocks: "8GiB", or "60%" of what is free after the weights.
     """
 
     dtype: str | None = None
@@ -58,10 +59,17 @@ class EngineSection(msgspec.Struct, frozen=True, kw_only=True):
     max_sequences: int | None = None
     attention: str | None = None
     prefix_cache: bool | None = None
+    pool_memory: str | None = None
 
     def given(self) -> dict[str, Any]:
         """The settings that are not None."""
         return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+
+    def differing(self, own: EngineSection) -> dict[str, Any]:
+        """These settings with those of ``own`` in their place; the pool's size may be said in the other way there."""
+        other = {"num_blocks": "pool_memory", "pool_memory": "num_blocks"}
+        replaced = {other[name] for name in own.given() if name in other}
+        return {name: value for name, value in self.given().items() if name not in replaced} | own.given()
 
 
 class RoleSection(msgspec.Struct, frozen=True, kw_only=True):
