@@ -136,9 +136,12 @@ async def test_a_cancel_at_each_stage_leaves_the_others_their_text(
             for index in leaving:
                 readers[index].cancel()
             await asyncio.gather(*(readers[index] for index in leaving), return_exceptions=True)
-            # One whose cancel comes last: by then both workers have heard of the others'.
+            # A request behind the cancels: once it is there, both workers have heard of them.
             probe = asyncio.create_task(running.ask(prompt[:5]))
-            await until(lambda: prefill.load().waiting + prefill.load().running, "the request behind the cancels")
+            if stage == "landed":
+                await until(lambda: decode.load().running == 4 - len(leaving), "the request behind, at decode")
+            else:
+                await until(lambda: prefill.load().waiting + prefill.load().running == 2, "the request behind")
             gate.open()
             answers = await asyncio.gather(*readers, return_exceptions=True)
             await probe
