@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -113,6 +114,26 @@ def test_a_prompt_that_fills_its_blocks_has_nothing_to_copy() -> None:
     bench.end(bench.begin())
     assert bench.copies == 0
     assert bench.pool.counts().active == 2 + 3
+
+
+def test_each_continuation_is_found_by_its_own_tokens() -> None:
+    bench = Bench()
+    bench.scheduler.add(request("a", 6, 2, max_tokens=40), ROUTER, 0.0)
+    (first,) = bench.scheduler.admit()
+    sequences = bench.commit(first, 2)
+    for _ in range(2 * BLOCK):
+        bench.end(bench.begin())
+    texts = [tuple(sequence.token_ids[:12]) for sequence in sequences]
+    for sequence in sequences:
+        bench.scheduler.drop(sequence.key)
+    for index, token_ids in enumerate(texts):
+        asked = msgspec.structs.replace(request(f"again{index}", 1, 0), token_ids=token_ids)
+        bench.scheduler.add(asked, ROUTER, 0.0)
+        (again,) = bench.scheduler.admit()
+        assert again.cached_blocks == 3
+        bench.commit(again, 0)
+        bench.begin()  # reads what the hit found, and nothing was written there since
+        bench.scheduler.fail_step()
 
 
 def test_who_is_alone_with_the_block_writes_it() -> None:
