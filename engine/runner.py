@@ -20,6 +20,7 @@ from engine.batch import BatchLimits, Chunk, Draw, flatten
 from engine.checkpoint import Progress, load_weights
 from engine.config import EngineConfig
 from engine.copy_queue import CopyQueue, copy_queue
+from engine.grammar import Grammars
 from engine.kv_cache import TORCH_DTYPES, KVCache
 from engine.layer_watch import LayerWatch
 from engine.logit_rules import Row
@@ -48,6 +49,7 @@ class ModelRunner:
         max_model_len: prompt plus output tokens of one sequence at most.
         device: where model and cache are.
         copies: orders copies out of and into the cache after the steps.
+        grammars: of the requests.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class ModelRunner:
         self.max_model_len = resolve_max_model_len(config, model_config, cache.num_blocks)
         self.device = backend.device
         self.copies: CopyQueue = copy_queue(backend.device)
+        self.grammars = Grammars(Path(config.model), model_config.vocab_size)
         self._model = model
         self._backend = backend
         self._limits = BatchLimits(
@@ -126,16 +129,16 @@ class ModelRunner:
             EngineFailure: torch raised, or the logits are not finite; nothing is stored any more.
         """
         draws: list[Draw | None] = [None] * len(chunks)
-        logits = self.logits(chunks, watch)
         rows: list[Row] = []
         source: list[int] = []
         indices: list[int] = []
         for index, chunk in enumerate(chunks):
             if chunk.sampling is not None:
                 for sampling in (chunk.sampling, *chunk.forks):
-                    rows.append(Row(sampling, chunk.position, chunk.history))
+                    rows.append(self._row(sampling, chunk))
                     source.append(len(indices))
                 indices.append(index)
+        logits = self.logits(chunks, watch)
         if rows:
             with _mapped(f"drawing {len(rows)} tokens"):
                 # Forks of a chunk see the same logits.
@@ -143,6 +146,10 @@ class ModelRunner:
             for index in indices:
                 draws[index] = next(drawn)._replace(forks=tuple(islice(drawn, len(chunks[index].forks))))
         return draws
+
+    def _row(self, sampling: SamplingParams, chunk: Chunk) -> Row:
+        allowed = self.grammars.allowed(sampling, chunk.position, chunk.history)
+        return Row(sampling, chunk.position, chunk.history, allowed)
 
     def logits(self, chunks: Sequence[Chunk], watch: LayerWatch | None = None) -> torch.Tensor:
         """The forward pass of :meth:`execute` without the draw.
@@ -192,12 +199,16 @@ class ModelRunner:
         return on_layer
 
     def warm_up(self) -> None:
-        """Run the largest prompt chunk and a full batch of decodes, in the padding block; no other block changes."""
+        """Run the largest prompt chunk and a full batch of decodes, in the padding block; no other block changes.
+
+        Reads the tokenizer, too, for the grammars.
+        """
         count = min(self.config.max_batch_tokens, self.max_model_len)
         table = [PADDING_BLOCK] * self.layout.blocks_for(count)
         greedy = SamplingParams(temperature=0.0)
         self.execute([Chunk([0] * count, 0, table, greedy)])
         self.execute([Chunk([0], 0, table, greedy)] * self.config.max_sequences)
+        self.grammars.warm_up()
 
 
 @contextmanager
