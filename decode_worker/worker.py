@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
 
 import msgspec
@@ -33,7 +33,7 @@ from protocol.errors import (
     Overloaded,
     Preempted,
 )
-from protocol.forks import ForkBook
+from protocol.forks import Fork, ForkBook
 from protocol.ids import Peer, RequestKey
 from protocol.loops import Loops
 from protocol.messages import (
@@ -226,7 +226,11 @@ class DecodeWorker:
 
     def _accept(self, router: Peer, request: Reserve) -> None:
         if self._scheduler.find(request.key) is not None or self._imports.book.has_ended(request.key, time.monotonic()):
-            return  # it came twice, or its cancel was faster
+            # It came twice, or its cancel was faster; then whom it was to carry comes again.
+            lost = [fork for fork in request.forks if self._forks.first_of(fork.key) == fork.key]
+            lost = [fork for fork in lost if self._scheduler.find(fork.key) is None]
+            self._send_back(router, lost, "the request that carried it was cancelled")
+            return
         length = len(request.token_ids) - request.emitted + request.sampling.max_tokens
         error = self._stepper.runner.grammars.refusal(request.sampling)
         if not request.token_ids or length > self._max_model_len:
@@ -243,19 +247,19 @@ class DecodeWorker:
         if error is not None:
             self._fail(router, request.key, ErrorInfo.of(error))
             return
-        self._send_back(router, request)
+        # Those that could never run beside the others: the cached prompt serves them.
+        most = self.config.engine.max_sequences
+        self._send_back(router, request.forks[most - 1 :], f"{most} sequences run side by side at most")
         sequence = self._scheduler.add(request, router, time.monotonic())
         sequence.lanes = len(self._forks.wanted(request.key))
         self._admit()
         if not sequence.block_table:
             self._imports.wait(sequence)
 
-    def _send_back(self, router: Peer, request: Reserve) -> None:
-        """Forks that could never run beside the others come again by themselves: the cached prompt serves them."""
-        most = self.config.engine.max_sequences
-        for fork in request.forks[most - 1 :]:
+    def _send_back(self, router: Peer, forks: Iterable[Fork], why: str) -> None:
+        for fork in forks:
             self._forks.drop(fork.key)
-            self._fail(router, fork.key, ErrorInfo.of(Preempted(f"{most} sequences run side by side at most")))
+            self._fail(router, fork.key, ErrorInfo.of(Preempted(why)))
 
     def _admit(self) -> None:
         now = time.monotonic()

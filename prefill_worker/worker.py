@@ -27,7 +27,7 @@ from prefill_worker.exports import Exports
 from prefill_worker.first_tokens import FirstTokens
 from prefill_worker.scheduler import PrefillScheduler, Progress, Work, chunks_of
 from protocol.curve import CurveKeys
-from protocol.errors import ContextLengthExceeded, InvalidRequest, KVFerryError, Overloaded, ProtocolError
+from protocol.errors import ContextLengthExceeded, InvalidRequest, KVFerryError, Overloaded, Preempted, ProtocolError
 from protocol.forks import ForkBook
 from protocol.ids import Peer, RequestKey
 from protocol.loops import Loops
@@ -216,8 +216,13 @@ class PrefillWorker:
     def _accept(self, router: Peer, request: Prefill) -> None:
         key = request.key
         now = time.monotonic()
-        if key in self._routers or self._scheduler.find(key) or self._exports.book.has_ended(key, now):
-            return  # it came twice, or its cancel was faster
+        if key in self._routers or self._scheduler.find(key):
+            return  # it came twice
+        if self._exports.book.has_ended(key, now):
+            # Its cancel was faster; whom it was to carry comes again.
+            for fork in request.forks:
+                self._fail(router, fork.key, ErrorInfo.of(Preempted("the request that carried it was cancelled")))
+            return
         length = len(request.token_ids)
         error = self._stepper.runner.grammars.refusal(request.sampling)
         if not 0 < length < self._max_model_len:

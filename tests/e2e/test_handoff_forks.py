@@ -13,6 +13,8 @@ from oracle import Oracle
 from rack import Rack, rack, until
 from test_handoff_faults import Gate
 
+from protocol.ids import Peer
+from protocol.messages import Message
 from protocol.sampling import SamplingParams
 from router.front.generation import Generation, Output
 
@@ -162,3 +164,25 @@ async def test_a_prefill_worker_dies_and_each_goes_on_elsewhere(tiny_llama_dir: 
         together = await asked
         await stopping
         assert together == await ask_apart(running, copies(prompt, 3))
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_cancel_that_overtakes_the_opening_ends_nobody_elses(
+    tiny_llama_dir: Path, tiny_oracle: Oracle, role: str
+) -> None:
+    prompt = prompt_of(22, tiny_oracle, seed=7)
+    async with rack(tiny_llama_dir) as running:
+        worker = (running.prefill if role == "prefill" else running.decode)[0]
+        held: list[tuple[Peer, Message]] = []
+        deliver = worker._link._on_message
+        worker._link._on_message = lambda *message: held.append(message)
+        with running.service.together(copies(prompt, 3)) as each:
+            readers = [asyncio.create_task(read(outputs)) for outputs in each]
+            await until(lambda: held, "the message that opens")
+            readers[0].cancel()
+            await until(lambda: len(held) > 1, "the cancel")
+            worker._link._on_message = deliver
+            for message in reversed(held):
+                deliver(*message)
+            rest = await asyncio.gather(*readers[1:])
+        assert rest == (await ask_apart(running, copies(prompt, 3)))[1:]
