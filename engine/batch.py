@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.prompt_logprobs import PromptSpan
 from protocol.errors import InvariantViolation
 from protocol.sampling import SamplingParams, TokenLogprobs
 
@@ -29,6 +30,7 @@ class Chunk:
         forks: further draws of the same token, each by its own sampling.
         copied: ``(source, target)``, a block that is copied before the step computes anything: ``target`` is in the
             block table in place of a ``source`` that others go on with.
+        span: prompt tokens after tokens of this chunk whose log-probabilities are wanted; None where none are.
     """
 
     token_ids: Sequence[int]
@@ -39,6 +41,7 @@ class Chunk:
     history: Sequence[int] = ()
     forks: Sequence[SamplingParams] = ()
     copied: tuple[int, int] | None = None
+    span: PromptSpan | None = None
 
 
 class Draw(NamedTuple):
@@ -145,6 +148,9 @@ def _check_lengths(
         raise InvariantViolation("a step needs at least one chunk")
     held = np.fromiter((len(chunk.block_table) for chunk in chunks), np.int64, len(chunks))
     wrong = (counts < 1) | (starts < 0) | (lens > limits.max_model_len) | (held < needed)
+    for row, chunk in enumerate(chunks):
+        if chunk.span is not None and chunk.span.first + len(chunk.span.targets) > counts[row]:
+            raise InvariantViolation(f"chunk {row}: {len(chunk.span.targets)} prompt tokens follow none of its tokens")
     if wrong.any():
         row = int(wrong.argmax())
         raise InvariantViolation(

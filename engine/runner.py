@@ -28,6 +28,7 @@ from engine.models import family
 from engine.models.config import ModelConfig
 from engine.models.model import Model, OnLayer
 from engine.pool_memory import PoolMemory
+from engine.prompt_logprobs import tell
 from engine.sampler import sample
 from protocol.errors import ConfigError, EngineFailure
 from protocol.layout import PADDING_BLOCK, CacheDtype, KVLayout
@@ -152,7 +153,7 @@ class ModelRunner:
         return Row(sampling, chunk.position, chunk.history, allowed)
 
     def logits(self, chunks: Sequence[Chunk], watch: LayerWatch | None = None) -> torch.Tensor:
-        """The forward pass of :meth:`execute` without the draw.
+        """The forward pass of :meth:`execute` without the draw; spans of chunks are told of.
 
         Returns:
             [N, vocab], after the last token of each chunk that wants a draw, in order.
@@ -172,6 +173,12 @@ class ModelRunner:
                 self.cache,
                 None if watch is None else self._borders(watch),
             )
+            spans = [
+                (int(first), chunk.span)
+                for first, chunk in zip(batch.query_start_loc[:-1], chunks, strict=True)
+                if chunk.span is not None
+            ]
+            tell(spans, hidden, self._model.logits, self.vocab_size)
             return self._model.logits(hidden[torch.from_numpy(batch.logits_indices).to(self.device)])
 
     @contextmanager

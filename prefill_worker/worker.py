@@ -41,6 +41,7 @@ from protocol.messages import (
     WorkerLoad,
     WorkerProfile,
 )
+from protocol.prompt_logprobs import PromptLogprobs
 from protocol.sockets import Hub
 from protocol.transfer_counts import TransferCounts
 from protocol.worker_link import WorkerLink
@@ -362,6 +363,8 @@ class PrefillWorker:
         leased = prompt.request.handoff is not None
         if leased and progress.blocks and not told:
             self._exports.computed(prompt.key, progress.blocks)
+        for start, table in prompt.take_tables():
+            self._link.send(prompt.router, PromptLogprobs(key=prompt.key, start=start, table=table))
         if progress.draw is None:
             return
         key, draw = prompt.key, progress.draw

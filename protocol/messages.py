@@ -2,7 +2,7 @@
 
 Who sends what::
 
-    router -> prefill   Prefill, Cancel            prefill -> router   Tokens, Failed, Heartbeat
+    router -> prefill   Prefill, Cancel            prefill -> router   PromptLogprobs, Tokens, Failed, Heartbeat
     router -> decode    Reserve, Cancel            decode  -> router   Tokens, Failed, Heartbeat
     decode -> prefill   Grant, Renew, Settle, Abort
     prefill -> decode   Handover, Refuse, Renew
@@ -17,18 +17,18 @@ from typing import Annotated
 
 import msgspec
 
-from protocol.errors import KVFerryError, error_from_code
+from protocol.error_info import MAX_TEXT, ErrorInfo, Text
 from protocol.forks import MAX_FORKS, Forks
 from protocol.ids import Address, BlockId, Peer, RequestKey, Role, Ticket, WorkerId
 from protocol.layout import KVLayout
-from protocol.sampling import FinishReason, SamplingParams, TokenId, TokenLogprobs
+from protocol.prompt_logprobs import PromptLogprobs
+from protocol.sampling import MAX_LOGPROBS, FinishReason, SamplingParams, TokenId, TokenLogprobs
 from protocol.transfer_counts import TransferCounts
 from protocol.wire_layout import WireDtype, WireLayout
 
 MAX_TOKENS = 1 << 20
 """Longest token list in one message: a million tokens of context."""
 MAX_BLOCKS = 1 << 20
-MAX_TEXT = 2000
 MAX_ADDRESSES = 8
 MAX_SALT = 128
 
@@ -39,25 +39,7 @@ Generations = Annotated[
 ]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
-Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 Salt = Annotated[str, msgspec.Meta(max_length=MAX_SALT)]
-
-
-class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An error of the tree, on the wire."""
-
-    code: Annotated[str, msgspec.Meta(max_length=64)]
-    message: Text
-    field: Annotated[str, msgspec.Meta(max_length=256)] | None = None
-
-    @classmethod
-    def of(cls, error: KVFerryError) -> ErrorInfo:
-        """The wire form of ``error``; a long message is cut to its bound."""
-        return cls(code=error.code, message=error.message[:MAX_TEXT], field=error.field)
-
-    def to_error(self) -> KVFerryError:
-        """The error this stands for."""
-        return error_from_code(self.code, self.message, field=self.field)
 
 
 class PoolCounts(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,6 +167,8 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
         handoff: the decode worker that will take over, or None when the request ends with the first token.
         lease_ttl: seconds the lease lives without a sign of its reader.
         cache_salt: prefix-cache namespace.
+        prompt_logprobs: how many alternatives are wanted beside each prompt token's log-probability; None wants none.
+        prompt_logprobs_from: index of the first prompt token of which none is known yet; token 0 has none.
         forks: further continuations of the prompt, drawn and handed over with this one.
     """
 
@@ -195,6 +179,8 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
     handoff: Peer | None
     lease_ttl: Seconds = 30.0
     cache_salt: Salt = ""
+    prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt_logprobs_from: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)] = 1
     forks: Forks = ()
 
 
@@ -359,7 +345,8 @@ class Refuse(msgspec.Struct, frozen=True, kw_only=True, tag="refuse"):
     error: ErrorInfo
 
 
-Message = Heartbeat | Prefill | Reserve | Cancel | Tokens | Failed | Grant | Renew | Settle | Abort | Handover | Refuse
+_Routed = Heartbeat | Prefill | Reserve | Cancel | PromptLogprobs | Tokens | Failed
+Message = _Routed | Grant | Renew | Settle | Abort | Handover | Refuse
 """Anything that may travel on the request plane."""
 
 
@@ -371,6 +358,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 
 
 __all__ = [
+    "MAX_TEXT",
     "Abort",
     "Cancel",
     "Envelope",
@@ -383,6 +371,7 @@ __all__ = [
     "PoolCounts",
     "Prefill",
     "PrefillAddress",
+    "PromptLogprobs",
     "Refuse",
     "Renew",
     "Reserve",

@@ -23,6 +23,8 @@ def check_alike(generations: Sequence[Generation]) -> None:
         first = generations[0]
         if (generation.token_ids, generation.cache_salt, sampling) != (first.token_ids, first.cache_salt, plain[0]):
             raise InvariantViolation("generations taken together must differ by their seeds alone")
+        if generation is not first and generation.prompt_logprobs is not None:
+            raise InvariantViolation("of generations taken together only the first may ask for the prompt's scores")
     if not generations:
         raise InvariantViolation("nothing to generate")
 

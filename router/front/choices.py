@@ -26,14 +26,24 @@ class Choices:
 
     Attributes:
         texts: by index; their token counts and reports are final once all pieces came.
+        leaders: for each the index of the first one of the same prompt.
     """
 
     def __init__(self, service: GenerationService, decoder: TextDecoder, plan: Plan) -> None:
         self._service = service
         self._plan = plan
         self.texts = tuple(
-            OutputText(decoder, plan.stops, generation.sampling.min_tokens) for generation in plan.generations
+            OutputText(
+                decoder,
+                plan.stops,
+                generation.sampling.min_tokens,
+                shows_tokens=plan.logprobs is not None,
+                echo=plan.echoes[index // plan.candidates] if plan.echoes else None,
+                silent=plan.silent,
+            )
+            for index, generation in enumerate(plan.generations)
         )
+        self.leaders = plan.leaders()
 
     def pieces(self) -> AsyncGenerator[Indexed, None]:
         """Pieces of all choices as they come, each with its choice's index.
@@ -100,7 +110,7 @@ class Choices:
 
     def _by_prompt(self) -> list[list[int]]:
         """Indices of the choices, those of one prompt together."""
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for index, generation in enumerate(self._plan.generations):
-            groups.setdefault(generation.token_ids, []).append(index)
+        groups: dict[int, list[int]] = {}
+        for index, leader in enumerate(self.leaders):
+            groups.setdefault(leader, []).append(index)
         return list(groups.values())

@@ -123,8 +123,10 @@ async def test_what_cannot_go_together_is_refused_and_nothing_is_left() -> None:
                 pass
             assert service.cluster()["live_requests"] == 0
         salted = [copies(1)[0], Generation(PROMPT, greedy(8), cache_salt="b")]
-        with pytest.raises(InvariantViolation), service.together(salted):
-            pass
+        scored = [copies(1)[0], Generation(PROMPT, greedy(8), prompt_logprobs=1)]
+        for generations in (salted, scored):
+            with pytest.raises(InvariantViolation), service.together(generations):
+                pass
 
 
 def test_only_the_one_that_carries_the_others_is_charged_for_the_prompt() -> None:
