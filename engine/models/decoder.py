@@ -128,6 +128,7 @@ class Decoder(Model):
         dtype: of the weights.
         device: where they lie.
         embedding_scale: embeddings are multiplied by it, rounded to ``dtype``.
+        captures: see :class:`Model`.
     """
 
     def __init__(
@@ -140,7 +141,9 @@ class Decoder(Model):
         dtype: torch.dtype,
         device: torch.device,
         embedding_scale: float = 1.0,
+        captures: bool = True,
     ) -> None:
+        self.captures = captures
         self._config = config
         self._layers = tuple(layers)
         self._norm = norm
@@ -207,6 +210,7 @@ def pre_norm_decoder(
     max_model_len: int,
     dtype: torch.dtype,
     device: torch.device,
+    captures: bool = True,
 ) -> Decoder:
     """A decoder of :class:`PreNormLayer` with plain norms.
 
@@ -217,6 +221,7 @@ def pre_norm_decoder(
         max_model_len: positions that are served.
         dtype: of the weights.
         device: where they lie.
+        captures: see :class:`Model`.
     """
 
     def norm() -> Norm:
@@ -225,4 +230,4 @@ def pre_norm_decoder(
     layers = [
         PreNormLayer(index, attention(index), feed_forward(index), norm(), norm()) for index in range(config.num_layers)
     ]
-    return Decoder(config, layers, norm(), max_model_len=max_model_len, dtype=dtype, device=device)
+    return Decoder(config, layers, norm(), max_model_len=max_model_len, dtype=dtype, device=device, captures=captures)
