@@ -24,6 +24,7 @@ from engine.logit_rules import Row
 from engine.models import family
 from engine.models.config import ModelConfig
 from engine.models.model import Model, OnLayer
+from engine.models.tying import as_stored
 from engine.sampler import sample
 from protocol.errors import ConfigError, EngineFailure
 from protocol.layout import PADDING_BLOCK, CacheDtype, KVLayout
@@ -80,7 +81,7 @@ class ModelRunner:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         directory = Path(config.model)
-        model_config = ModelConfig.read(directory)
+        model_config = as_stored(ModelConfig.read(directory), directory)
         build = family(model_config.architecture)
         max_model_len = resolve_max_model_len(config, model_config)
         device = resolve_device(config.device)

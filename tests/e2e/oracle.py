@@ -4,10 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM
+
+
+class Departure(NamedTuple):
+    """Where a text leaves the greedy one.
+
+    Attributes:
+        index: of the first token that is another.
+        token_id: it.
+        best: what transformers would have drawn.
+        gap: by how much the logit of ``best`` is above that of ``token_id``.
+        spread: standard deviation of the logits there.
+    """
+
+    index: int
+    token_id: int
+    best: int
+    gap: float
+    spread: float
 
 
 class Oracle:
@@ -32,3 +50,14 @@ class Oracle:
             )
             self._known[key] = output[0, len(token_ids) :].tolist()
         return self._known[key]
+
+    def departure(self, token_ids: Sequence[int], answer: Sequence[int]) -> Departure | None:
+        """Where ``answer`` leaves the greedy continuation, judged in one pass over the whole text; None if nowhere."""
+        with torch.inference_mode():
+            whole = torch.tensor([[*token_ids, *answer]])
+            logits = self.model(whole).logits[0, len(token_ids) - 1 : -1]
+        for index, (row, token_id) in enumerate(zip(logits, answer, strict=True)):
+            best = int(row.argmax())
+            if best != token_id:
+                return Departure(index, token_id, best, float(row[best] - row[token_id]), float(row.std()))
+        return None
