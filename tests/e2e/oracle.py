@@ -51,13 +51,17 @@ class Oracle:
             self._known[key] = output[0, len(token_ids) :].tolist()
         return self._known[key]
 
-    def departure(self, token_ids: Sequence[int], answer: Sequence[int]) -> Departure | None:
-        """Where ``answer`` leaves the greedy continuation, judged in one pass over the whole text; None if nowhere."""
+    def departure(self, token_ids: Sequence[int], answer: Sequence[int], tie: float = 0.0) -> Departure | None:
+        """Where ``answer`` leaves the greedy continuation, judged in one pass over the whole text; None if nowhere.
+
+        What is within ``tie`` of the best, in standard deviations of the logits, counts as the best.
+        """
         with torch.inference_mode():
             whole = torch.tensor([[*token_ids, *answer]])
             logits = self.model(whole).logits[0, len(token_ids) - 1 : -1]
         for index, (row, token_id) in enumerate(zip(logits, answer, strict=True)):
-            best = int(row.argmax())
-            if best != token_id:
-                return Departure(index, token_id, best, float(row[best] - row[token_id]), float(row.std()))
+            best, spread = int(row.argmax()), float(row.std())
+            gap = float(row[best] - row[token_id])
+            if best != token_id and gap >= tie * spread:
+                return Departure(index, token_id, best, gap, spread)
         return None
