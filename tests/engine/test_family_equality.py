@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import VOCAB_SIZE, tiny_model
-from family_cases import cases, grid
+from family_cases import case, cases, grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_model_equality import Served, random_pieces
@@ -94,12 +94,27 @@ def test_logits_at_every_position_of_models_drawn_at_random(equality_examples: i
 
     @settings(max_examples=equality_examples, deadline=None)
     @given(cases(), engines, st.integers(0, 1 << 16))
-    def explore(case: dict[str, Any], engine: dict[str, Any], seed: int) -> None:
+    def explore(model: dict[str, Any], engine: dict[str, Any], seed: int) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            path = tiny_model(Path(folder), seed=seed, **case)
+            path = tiny_model(Path(folder), seed=seed, **model)
             compare(path, random.Random(seed), **engine)
 
     explore()
+
+
+@pytest.mark.parametrize(("family", "choice"), [("llama", 3), ("qwen3", 5), ("phi3", 2)])
+def test_logits_far_out(family: str, choice: int, tmp_path: Path) -> None:
+    """What rope's angles are off by grows with the position."""
+    rng = random.Random(family)
+    far = case(family, (4, 2), 64, choice) | {"max_position_embeddings": 4096}
+    if family == "phi3":
+        far["original_max_position_embeddings"] = 4096
+    tiny_model(tmp_path, **far)
+    sequence = [rng.randrange(VOCAB_SIZE) for _ in range(2500)]
+    served = Served(tmp_path, rng, num_blocks=160)
+    pieces = [sequence[start : start + 500] for start in range(0, 2500, 500)]
+    found = torch.cat([every_logit(served, [served.chunk(0, piece)])[0] for piece in pieces])
+    assert worst_at_any_position(found, reference_logits(tmp_path, [sequence])[0]) < BOUND
 
 
 @pytest.mark.parametrize("name", [name for number, name in enumerate(GRID) if number % 5 == number // 5 % 5])
