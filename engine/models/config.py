@@ -123,8 +123,7 @@ class ModelConfig:
             qkv_bias=bias or architecture in _QKV_BIAS_ALWAYS,
             output_bias=bias,
             mlp_bias=flag(fields, "mlp_bias"),
-            # Beyond them longrope has other divisors, for whole sequences: what is cached by then would be wrong.
-            max_positions=min(rope.original_positions, max_positions) if rope.type == "longrope" else max_positions,
+            max_positions=_reach(rope, max_positions),
             activation=_activation(fields),
             windows=windows,
             attention_scale=number(fields, "query_pre_attn_scalar", head_dim) ** -0.5,
@@ -133,6 +132,17 @@ class ModelConfig:
             experts=experts,
             experts_per_token=_experts_per_token(fields, experts),
         )
+
+
+def _reach(rope: RopeConfig, max_positions: int) -> int:
+    """Positions that are served, of a model that names ``max_positions``."""
+    if rope.type == "longrope":
+        # Beyond them it has other divisors, for whole sequences: what is cached by then would be wrong.
+        return min(rope.original_positions, max_positions)
+    if rope.type == "yarn":
+        # Published configurations name what the model was trained on before it was stretched, or after.
+        return max(int(rope.original_positions * rope.factor), max_positions)
+    return max_positions
 
 
 def _refuse_unserved(raw: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The model that ships with the project, in float32 through prefill, handoff and decode: transformers' own text."""
+"""The model that ships with the project, through prefill, handoff and decode: transformers' own text."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from router.tokenizer import Tokenizer
 
 LONG_VERSION = 50
 """Examples from which on the long version runs: so many prompts, and so many tokens of each as issue 4 asks for."""
+BFLOAT16_TIE = 0.2
+"""What it may take for the best, in standard deviations of the exact logits, of which transformers errs by 0.02 to 0.07."""
 OPENINGS = (
     "The capital of {} is",
     "Write a short story about {}.\n\n",
@@ -59,23 +61,30 @@ def prompts(tokenizer: Tokenizer, count: int) -> list[tuple[int, ...]]:
     return asked
 
 
+@pytest.fixture(scope="module")
+def oracle(model: Path) -> Oracle:
+    return Oracle(model)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-async def test_greedy_text_is_that_of_transformers(model: Path, equality_examples: int) -> None:
+@pytest.mark.parametrize(("dtype", "tie"), [("float32", 0.0), ("bfloat16", BFLOAT16_TIE)])
+async def test_greedy_text_is_that_of_transformers(
+    model: Path, oracle: Oracle, equality_examples: int, dtype: str, tie: float
+) -> None:
     whole = equality_examples >= LONG_VERSION
     asked = prompts(Tokenizer(model), LONG_VERSION if whole else 4)
     tokens = 200 if whole else 24
-    settings = {"block_size": 16, "num_blocks": 513, "max_batch_tokens": 96, "max_model_len": 1024}
-    async with rack(model, engine=settings, router={"worker_timeout": 120.0}) as running:
+    engine = {"dtype": dtype, "block_size": 16, "num_blocks": 513, "max_batch_tokens": 96, "max_model_len": 1024}
+    async with rack(model, engine=engine, router={"worker_timeout": 120.0}) as running:
         answers = await asyncio.gather(*(running.ask(prompt, max_tokens=tokens) for prompt in asked))
-    oracle = Oracle(model)
-    departures = {
-        number: oracle.departure(prompt, answer.token_ids)
-        for number, (prompt, answer) in enumerate(zip(asked, answers, strict=True))
-    }
     assert all(len(answer.token_ids) == tokens for answer in answers)
-    assert {number: departure for number, departure in departures.items() if departure} == {}
-    if whole:
+    # Teacher-forced: each token is the best after those before it.
+    departures = [
+        oracle.departure(prompt, answer.token_ids, tie) for prompt, answer in zip(asked, answers, strict=True)
+    ]
+    assert {number: departure for number, departure in enumerate(departures) if departure} == {}
+    if whole and dtype == "float32":
         # The same once more as a user of transformers gets it, token by token over its own cache.
         for prompt, answer in zip(asked, answers, strict=True):
             assert answer.token_ids == oracle.greedy(prompt, tokens)

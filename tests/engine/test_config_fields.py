@@ -224,9 +224,12 @@ def test_a_configuration_is_read_as_transformers_reads_it(architecture: str, equ
         assert torch.equal(inverse_frequencies(ours.rope), rotary.inv_freq)
         assert ours.rope.amplitude == pytest.approx(rotary.attention_scaling)
         # Whatever is served lies where transformers still uses these frequencies.
-        if rotary.rope_type == "longrope":
-            assert ours.max_positions <= theirs.rope_parameters["original_max_position_embeddings"]
-        assert ours.max_positions <= theirs.max_position_embeddings
+        original = theirs.rope_parameters.get("original_max_position_embeddings")
+        reach = {
+            "longrope": lambda: min(original, theirs.max_position_embeddings),
+            "yarn": lambda: max(int(original * theirs.rope_parameters["factor"]), theirs.max_position_embeddings),
+        }.get(rotary.rope_type, lambda: theirs.max_position_embeddings)
+        assert ours.max_positions == reach()
 
     compare()
 
