@@ -16,7 +16,7 @@ from router.tokenizer import Tokenizer
 LONG_VERSION = 50
 """Examples from which on the long version runs: so many prompts, and so many tokens of each as issue 4 asks for."""
 BFLOAT16_TIE = 0.2
-"""What it may take for the best, in standard deviations of the exact logits, of which transformers errs by 0.02 to 0.07."""
+"""What it may take for the best, in deviations of the exact logits, of which transformers errs by 0.02 to 0.07."""
 OPENINGS = (
     "The capital of {} is",
     "Write a short story about {}.\n\n",
