@@ -167,7 +167,7 @@ async def serve(path: Path, settings: dict[str, Any], warm: list[Any], asked: li
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 def test_the_text_is_that_of_transformers(models: Models, equality_examples: int) -> None:
     transports = ["auto", "tcp", "shm", "inproc"]
     if equality_examples >= LONG_VERSION and describe().usable:

@@ -192,6 +192,7 @@ def configurations(draw: st.DrawFn, architecture: str) -> dict[str, Any]:
     return raw | draw(ropes(architecture, raw.get("head_dim", 128 if architecture == "Qwen3ForCausalLM" else 16)))
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_a_configuration_is_read_as_transformers_reads_it(architecture: str, equality_examples: int) -> None:
     config_class, rotary_class = classes(architecture)

@@ -83,6 +83,7 @@ def test_logits_at_every_position(name: str, tmp_path: Path) -> None:
     compare(tmp_path, rng, order=order, block_size=block_size)
 
 
+@pytest.mark.timeout(3600)
 def test_logits_at_every_position_of_models_drawn_at_random(equality_examples: int) -> None:
     engines = st.fixed_dictionaries(
         {
