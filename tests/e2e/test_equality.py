@@ -24,7 +24,7 @@ from router.front.generation import Generation
 LONG_VERSION = 50
 """Examples from which on the slow transports are among what is drawn."""
 MAX_LEN = 96
-MOST_TOKENS = 16
+MOST_TOKENS = 12
 """Tokens of an answer at most; with the longest prompt they are within MAX_LEN."""
 TIE = 1e-4
 """Logits so near each other, in standard deviations, are equal within float32's rounding."""
@@ -168,27 +168,27 @@ async def serve(path: Path, settings: dict[str, Any], warm: list[Any], asked: li
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-def test_the_text_is_that_of_transformers(models: Models, equality_examples: int) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_text_is_that_of_transformers(family: str, models: Models, equality_examples: int) -> None:
     transports = ["auto", "tcp", "shm", "inproc"]
     if equality_examples >= LONG_VERSION and describe().usable:
         transports.append("ucx")
 
-    @settings(max_examples=equality_examples, deadline=None)
+    # The first case that hypothesis tries is the least of all.
+    @settings(max_examples=1 + equality_examples // 6, deadline=None)
     @given(
-        family=st.sampled_from(FAMILIES),
-        choice=st.integers(0, 11),
+        choice=st.sampled_from([1, 3, 5, 7, 9, 11, 0, 2, 4]),
         prefill=SIDES,
         decode=SIDES,
         transport=st.sampled_from(transports),
         transfer=st.fixed_dictionaries({"transfer_checksum": st.booleans()}),
         layers=st.integers(1, 3),
         length=st.integers(1, 48),
-        warm=st.lists(ASKS, max_size=3),
-        asks=st.lists(ASKS, min_size=2, max_size=8),
+        warm=st.lists(ASKS, max_size=2),
+        asks=st.lists(ASKS, min_size=2, max_size=6),
         seed=st.integers(0, 1 << 16),
     )
     def explore(
-        family: str,
         choice: int,
         prefill: Side,
         decode: Side,

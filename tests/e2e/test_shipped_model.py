@@ -74,7 +74,7 @@ async def test_greedy_text_is_that_of_transformers(
 ) -> None:
     whole = equality_examples >= LONG_VERSION
     asked = prompts(Tokenizer(model), LONG_VERSION if whole else 4)
-    tokens = 200 if whole else 24
+    tokens = 200 if whole else 16
     engine = {"dtype": dtype, "block_size": 16, "num_blocks": 513, "max_batch_tokens": 96, "max_model_len": 1024}
     async with rack(model, engine=engine, router={"worker_timeout": 120.0}) as running:
         answers = await asyncio.gather(*(running.ask(prompt, max_tokens=tokens) for prompt in asked))

@@ -197,7 +197,7 @@ def configurations(draw: st.DrawFn, architecture: str) -> dict[str, Any]:
 def test_a_configuration_is_read_as_transformers_reads_it(architecture: str, equality_examples: int) -> None:
     config_class, rotary_class = classes(architecture)
 
-    @settings(max_examples=5 * equality_examples, deadline=None)
+    @settings(max_examples=3 * equality_examples, deadline=None)
     @given(configurations(architecture))
     def compare(raw: dict[str, Any]) -> None:
         ours = ModelConfig.parse(raw)
