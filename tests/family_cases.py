@@ -71,8 +71,8 @@ def extras(family: str, choice: int) -> dict[str, Any]:
     odd = bool(choice % 2)
     match family:
         case "gemma2":
-            caps = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 6.0} if odd else {}
-            return {"sliding_window": 21, "query_pre_attn_scalar": 48, "num_hidden_layers": 3, **caps}
+            caps = {"attn_logit_softcapping": 0.8, "final_logit_softcapping": 6.0} if odd else {}
+            return {"sliding_window": 21, "query_pre_attn_scalar": 5, "num_hidden_layers": 3, **caps}
         case "llama":
             return {"attention_bias": odd, "mlp_bias": odd}
         case "mistral":
