@@ -175,6 +175,7 @@ def _worker(order: ActorOrder, model: Path, host: str) -> dict[str, Any]:
         "transfer_timeout": order.config.transfer.timeout,
         "transfer_checksum": order.config.transfer.checksum,
         "secret": order.secret,
+        "gpudirect": order.config.transfer.gpudirect,
     }
 
 

@@ -111,6 +111,7 @@ class DecodeWorker:
             timeout=self.config.transfer_timeout,
             checksum=self.config.transfer_checksum,
             secret=self.config.secret,
+            gpudirect=self.config.gpudirect,
             name=str(self.me),
         )
         transport, host = self.config.transport, self.config.bind_host

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.graph_batches import MOST
 from protocol.errors import ConfigError
 from protocol.layout import ITEMSIZE, CacheDtype, Order
 
@@ -30,6 +31,10 @@ class EngineConfig:
         attention: a registered attention backend; ``auto`` fits the device and what can be built on it.
         threads: CPU threads of the forward pass; None leaves torch's own choice.
         prefix_cache: whether full blocks are kept for later requests with the same prefix.
+        cuda_graphs: ``auto`` captures steps of decodes on a CUDA device, where model and attention allow it; ``off``
+            launches them kernel by kernel.
+        cuda_graph_batches: sizes of batch that are captured, ascending; a step is padded to the next of them. None
+            takes powers of two and growing steps up to ``max_sequences``.
 
     Raises:
         ConfigError: a value is outside its range; names the field and the value.
@@ -47,12 +52,15 @@ class EngineConfig:
     attention: str = "auto"
     threads: int | None = None
     prefix_cache: bool = True
+    cuda_graphs: Literal["auto", "off"] = "auto"
+    cuda_graph_batches: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError(f"model must be a path, got {self.model!r}", field="model")
         self._check_choice("dtype", ("auto", *sorted(ITEMSIZE)))
         self._check_choice("order", ("HND", "NHD"))
+        self._check_choice("cuda_graphs", ("auto", "off"))
         if not _DEVICE.fullmatch(self.device):
             raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}", field="device")
         if not self.attention:
@@ -62,6 +70,7 @@ class EngineConfig:
         for name in ("max_model_len", "threads"):
             if getattr(self, name) is not None:
                 self._check_count(name, 1)
+        self._check_batches()
         if self.max_model_len is not None and self.max_model_len > self.pool_tokens:
             raise ConfigError(
                 f"max_model_len {self.max_model_len} does not fit num_blocks {self.num_blocks}: "
@@ -73,6 +82,17 @@ class EngineConfig:
     def pool_tokens(self) -> int:
         """Tokens that the whole pool holds, without the reserved block."""
         return (self.num_blocks - 1) * self.block_size
+
+    def _check_batches(self) -> None:
+        sizes = self.cuda_graph_batches
+        if sizes is None:
+            return
+        whole = bool(sizes) and all(type(size) is int and 1 <= size <= MOST for size in sizes)
+        if not whole or sorted(set(sizes)) != list(sizes):
+            raise ConfigError(
+                f"cuda_graph_batches must be ascending numbers in [1, {MOST}], got {sizes!r}",
+                field="cuda_graph_batches",
+            )
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, name)

@@ -18,7 +18,9 @@ from engine.batch import BatchLimits, Chunk, Draw, flatten
 from engine.checkpoint import Progress, load_weights
 from engine.config import EngineConfig
 from engine.copy_queue import CopyQueue, copy_queue
+from engine.decode_graphs import DecodeGraphs
 from engine.grammar import Grammars
+from engine.graph_batches import default_batches
 from engine.kv_cache import TORCH_DTYPES, KVCache
 from engine.layer_watch import LayerWatch
 from engine.logit_rules import Row
@@ -26,6 +28,8 @@ from engine.models import family
 from engine.models.config import ModelConfig
 from engine.models.model import Model, OnLayer
 from engine.models.tying import as_stored
+from engine.prompt_logprobs import tell
+from engine.recorder import CudaRecorder, Recorder
 from engine.sampler import sample
 from protocol.errors import ConfigError, EngineFailure
 from protocol.layout import PADDING_BLOCK, CacheDtype, KVLayout
@@ -65,6 +69,7 @@ class ModelRunner:
         self.grammars = Grammars(Path(config.model), model_config.vocab_size)
         self._model = model
         self._backend = backend
+        self._graphs: DecodeGraphs | None = None
         self._limits = BatchLimits(
             block_size=self.layout.block_size,
             num_blocks=self.num_blocks,
@@ -140,10 +145,10 @@ class ModelRunner:
         return Row(sampling, chunk.position, chunk.history, allowed)
 
     def logits(self, chunks: Sequence[Chunk], watch: LayerWatch | None = None) -> torch.Tensor:
-        """The forward pass of :meth:`execute` without the draw.
+        """The forward pass of :meth:`execute` without the draw; spans of chunks are told of.
 
         Returns:
-            [N, vocab], after the last token of each chunk that wants a draw, in order.
+            [N, vocab], after the last token of each chunk that wants a draw, in order; good until the next step.
 
         Raises:
             InvariantViolation: a chunk names what is not there; nothing was stored.
@@ -151,6 +156,10 @@ class ModelRunner:
         """
         batch = flatten(chunks, self._limits)
         with _mapped(f"a step of {len(batch.token_ids)} tokens"), self._marked(), torch.inference_mode():
+            if self._graphs is not None and watch is None:
+                replayed = self._graphs.logits(batch)
+                if replayed is not None:
+                    return replayed
             hidden = self._model.hidden(
                 torch.from_numpy(batch.token_ids).to(self.device),
                 torch.from_numpy(batch.positions).to(self.device),
@@ -158,6 +167,12 @@ class ModelRunner:
                 self.cache,
                 None if watch is None else self._borders(watch),
             )
+            spans = [
+                (int(first), chunk.span)
+                for first, chunk in zip(batch.query_start_loc[:-1], chunks, strict=True)
+                if chunk.span is not None
+            ]
+            tell(spans, hidden, self._model.logits, self.vocab_size)
             return self._model.logits(hidden[torch.from_numpy(batch.logits_indices).to(self.device)])
 
     @contextmanager
@@ -184,10 +199,13 @@ class ModelRunner:
 
         return on_layer
 
-    def warm_up(self) -> None:
+    def warm_up(self, *, decodes: bool = True) -> None:
         """Run the largest prompt chunk and a full batch of decodes, in the padding block; no other block changes.
 
         Reads the tokenizer, too, for the grammars.
+
+        Args:
+            decodes: whether there will be steps of decodes alone; on a GPU they are captured then.
         """
         count = min(self.config.max_batch_tokens, self.max_model_len)
         table = [PADDING_BLOCK] * self.layout.blocks_for(count)
@@ -195,6 +213,21 @@ class ModelRunner:
         self.execute([Chunk([0] * count, 0, table, greedy)])
         self.execute([Chunk([0], 0, table, greedy)] * self.config.max_sequences)
         self.grammars.warm_up()
+        if decodes and self.device.type == "cuda" and self.config.cuda_graphs == "auto":
+            self.capture_decodes(CudaRecorder(self.device))
+
+    def capture_decodes(self, recorder: Recorder) -> tuple[int, ...]:
+        """Have steps of decodes recorded, and replayed from now on.
+
+        Returns:
+            The sizes of batch that are; none where the model or the attention does not allow it, which is logged.
+        """
+        sizes = self.config.cuda_graph_batches or default_batches(self.config.max_sequences)
+        width = self.layout.blocks_for(self.max_model_len)
+        self._graphs = DecodeGraphs(self._model, self._backend, self.cache, recorder, sizes, width)
+        with self._marked():
+            self._graphs.capture()
+        return self._graphs.captured
 
 
 @contextmanager

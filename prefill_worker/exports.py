@@ -90,7 +90,7 @@ class Exports:
         self.kv_seconds = 0.0
         self._pool = pool
         self._layout = layout
-        self._shipping = Shipping(layout, memory, descriptor, transport, staging_bytes)
+        self._shipping = Shipping(layout, memory, descriptor, transport, staging_bytes, mode)
         self.chooser = Chooser(mode, self._shipping.unusable)
         self._send = send
         self._failed = failed

@@ -41,6 +41,7 @@ from protocol.messages import (
     WorkerLoad,
     WorkerProfile,
 )
+from protocol.prompt_logprobs import PromptLogprobs
 from protocol.sampling import FinishReason
 from protocol.sockets import Hub
 from protocol.transfer_counts import TransferCounts
@@ -92,7 +93,7 @@ class PrefillWorker:
     async def _acquire(self, resources: AsyncExitStack, progress: Callable[[str, float], None] | None) -> None:
         from engine.stepper import Stepper
 
-        self._stepper = await Stepper.load(self.config.engine, progress)
+        self._stepper = await Stepper.load(self.config.engine, progress, decodes=False)
         resources.callback(self._stepper.close)
         runner = self._stepper.runner
         settings = runner.config
@@ -125,6 +126,7 @@ class PrefillWorker:
                 timeout=self.config.transfer_timeout,
                 checksum=self.config.transfer_checksum,
                 secret=self.config.secret,
+                gpudirect=self.config.gpudirect,
                 name=str(self.me),
             ),
             staging_bytes=self.config.staging_bytes,
@@ -345,6 +347,8 @@ class PrefillWorker:
         leased = prompt.request.handoff is not None
         if leased and progress.blocks and not told:
             self._exports.computed(prompt.key, progress.blocks)
+        for start, table in prompt.take_tables():
+            self._link.send(prompt.router, PromptLogprobs(key=prompt.key, start=start, table=table))
         if progress.draw is None:
             return
         finish_reason = self._emit(prompt, progress.draw)
