@@ -1,22 +1,24 @@
-"""Attention with the project's Triton kernels for stores and decodes; prompt chunks go the way of ``sdpa``."""
+"""Attention with the project's Triton kernels, on the blocks where they lie."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.attention.backend import AttentionBackend, AttentionPlan, Scoring
-from engine.attention.sdpa import Prompt, SDPAttention, prompts
 from engine.batch import FlatBatch
 from engine.kernels.operands import HEAD_DIMS
 from engine.kernels.paged_decode import paged_decode
+from engine.kernels.paged_prefill import paged_prefill
 from engine.kernels.store_kv import store_kv
+from engine.kernels.tiles import plan_tiles
 from protocol.errors import ConfigError
 from protocol.layout import KVLayout
 
 
 class TritonAttention(AttentionBackend):
-    """Decodes read the blocks where they lie."""
+    """Two kernels a layer: one for the sequences of one token, one for the longer chunks."""
 
     def __init__(self, layout: KVLayout, device: torch.device) -> None:
         super().__init__(layout, device)
@@ -24,7 +26,6 @@ class TritonAttention(AttentionBackend):
             raise ConfigError(
                 f"attention 'triton' serves head_dim {HEAD_DIMS}, the model has {layout.head_dim}", field="attention"
             )
-        self.gathering = SDPAttention(layout, device)
 
     def plan(self, batch: FlatBatch) -> AttentionPlan:
         """The plan of one step."""
@@ -32,20 +33,21 @@ class TritonAttention(AttentionBackend):
 
 
 class TritonPlan(AttentionPlan):
-    """The decodes in one kernel, and prompt chunks one by one."""
+    """A step's block tables and lengths, on the device."""
 
     def __init__(self, backend: TritonAttention, batch: FlatBatch) -> None:
         super().__init__(backend.order)
-        self._backend = backend
+        self._kv_heads = backend.kv_heads
         self._batch = batch
         counts = np.diff(batch.query_start_loc)
-        rows, device = np.flatnonzero(counts == 1), backend.device
+        self._device = device = backend.device
         self._chunks = np.flatnonzero(counts > 1)
         self._slots = torch.from_numpy(batch.slot_mapping).to(device)
-        self._tokens = torch.from_numpy(batch.query_start_loc[rows]).to(device)
-        self._block_tables = torch.from_numpy(batch.block_table[rows]).to(device)
-        self._seq_lens = torch.from_numpy(batch.seq_lens[rows]).to(device)
-        self._prompts: dict[Scoring, list[Prompt]] = {}
+        self._block_tables = torch.from_numpy(batch.block_table).to(device)
+        self._seq_lens = torch.from_numpy(batch.seq_lens).to(device)
+        self._query_start = torch.from_numpy(batch.query_start_loc.astype(np.int32)).to(device)
+        self._tiles: dict[int, torch.Tensor] = {}
+        self._decodes = Decodes(batch, np.flatnonzero(counts == 1), device)
 
     def store(self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
         """Write K and V of the step's tokens to their slots."""
@@ -53,23 +55,47 @@ class TritonPlan(AttentionPlan):
 
     def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         """Causal attention of ``q`` [T, Hq, D]: [T, Hq, D]."""
-        chunks = self._prompts.get(scoring)
-        if chunks is None:
-            chunks = prompts(self._backend.gathering, self._batch, self._chunks, scoring)
-            self._prompts[scoring] = chunks
         out = q.new_empty(q.shape)
-        if self._tokens.numel():
-            out[self._tokens] = paged_decode(
-                q[self._tokens],
-                k_cache,
-                v_cache,
-                self._block_tables,
-                self._seq_lens,
-                scoring.scale,
-                self.order,
+        if len(self._chunks):
+            paged_prefill(
+                *(q, k_cache, v_cache, self._block_tables, self._query_start, self._seq_lens, self._tiles_of(q)),
+                *(scoring.scale, self.order, out),
                 window=scoring.window,
                 softcap=scoring.softcap,
             )
-        for prompt in chunks:
-            out[prompt.tokens] = prompt.attend(q[prompt.tokens], k_cache, v_cache)
+        decodes = self._decodes
+        if decodes.count:
+            out[decodes.tokens] = paged_decode(
+                *(q[decodes.tokens], k_cache, v_cache, decodes.block_tables, decodes.seq_lens),
+                *(scoring.scale, self.order),
+                window=scoring.window,
+                softcap=scoring.softcap,
+            )
         return out
+
+    def _tiles_of(self, q: torch.Tensor) -> torch.Tensor:
+        """The chunks' tiles; all layers of a model have queries of one shape, so they are cut once."""
+        group = q.shape[1] // self._kv_heads
+        found = self._tiles.get(group)
+        if found is None:
+            batch = self._batch
+            cut = plan_tiles(batch.query_start_loc, batch.seq_lens, self._chunks, q.dtype, q.shape[2], group)
+            found = self._tiles[group] = torch.from_numpy(cut).to(self._device)
+        return found
+
+
+class Decodes:
+    """Sequences with one query token each.
+
+    Attributes:
+        count: of them.
+        tokens: int64 [count], where their tokens stand in the batch.
+        block_tables: int32 [count, M].
+        seq_lens: int32 [count].
+    """
+
+    def __init__(self, batch: FlatBatch, rows: NDArray[np.intp], device: torch.device) -> None:
+        self.count = len(rows)
+        self.tokens = torch.from_numpy(batch.query_start_loc[rows]).to(device)
+        self.block_tables = torch.from_numpy(batch.block_table[rows]).to(device)
+        self.seq_lens = torch.from_numpy(batch.seq_lens[rows]).to(device)

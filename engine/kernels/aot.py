@@ -21,7 +21,7 @@ import yaml
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from engine.kernels import paged_decode, store_kv
+from engine.kernels import paged_decode, paged_prefill, store_kv, tiles
 from engine.kernels.operands import HEAD_DIMS, TRITON_TYPE
 from protocol.errors import ConfigError, EngineFailure
 
@@ -84,15 +84,15 @@ class Usage:
 
 
 def variants(
-    dtypes: Sequence[torch.dtype] = tuple(TRITON_TYPE), head_dims: Sequence[int] = HEAD_DIMS
+    arch: str, dtypes: Sequence[torch.dtype] = tuple(TRITON_TYPE), head_dims: Sequence[int] = HEAD_DIMS
 ) -> Iterator[Variant]:
-    """Every kernel for the given element types and head dimensions, launched as its wrapper launches it."""
+    """Every kernel for the given element types and head dimensions, launched as its wrapper launches it on ``arch``."""
     for dtype in dtypes:
         for head_dim in head_dims:
-            yield from _variants_of(dtype, head_dim)
+            yield from _variants_of(dtype, head_dim, amd=TARGETS[arch].backend == "hip")
 
 
-def _variants_of(dtype: torch.dtype, head_dim: int) -> Iterator[Variant]:
+def _variants_of(dtype: torch.dtype, head_dim: int, *, amd: bool) -> Iterator[Variant]:
     element, label = TRITON_TYPE[dtype], f"{TRITON_TYPE[dtype]} D={head_dim}"
     caches = {"k_cache_ptr": f"*{element}", "v_cache_ptr": f"*{element}"}
     yield Variant(
@@ -112,6 +112,16 @@ def _variants_of(dtype: torch.dtype, head_dim: int) -> Iterator[Variant]:
             types=caches | parts | scalars | {"q_ptr": f"*{element}", "table_ptr": "*i32", "len_ptr": "*i32"},
             constants=paged_decode.split_constants(_GROUP, head_dim, _BLOCK_SIZE, launch.block_n, capped=capped),
             options={"num_warps": launch.num_warps, "num_stages": launch.num_stages},
+        )
+    tiled = tiles.launch(dtype, head_dim, _GROUP, amd=amd)
+    indices = dict.fromkeys(("table_ptr", "query_start_ptr", "len_ptr", "tile_ptr"), "*i32")
+    for capped in (False, True):
+        yield Variant(
+            name=f"paged_prefill {label}{' capped' if capped else ''}",
+            kernel=paged_prefill.paged_prefill_kernel,
+            types=caches | scalars | indices | {"q_ptr": f"*{element}", "out_ptr": f"*{element}"},
+            constants=tiles.tile_constants(tiled, _GROUP, head_dim, _BLOCK_SIZE, capped=capped),
+            options={"num_warps": tiled.num_warps, "num_stages": tiles.EDGE_STAGES},
         )
     yield Variant(
         name=f"paged_decode_reduce {label}",
