@@ -86,10 +86,15 @@ class Usage:
 def variants(
     arch: str, dtypes: Sequence[torch.dtype] = tuple(TRITON_TYPE), head_dims: Sequence[int] = HEAD_DIMS
 ) -> Iterator[Variant]:
-    """Every kernel for the given element types and head dimensions, launched as its wrapper launches it on ``arch``."""
+    """Every kernel for the given element types and head dimensions, launched as its wrapper launches it on ``arch``.
+
+    Raises:
+        ConfigError: unknown architecture.
+    """
+    amd = _target(arch).backend == "hip"
     for dtype in dtypes:
         for head_dim in head_dims:
-            yield from _variants_of(dtype, head_dim, amd=TARGETS[arch].backend == "hip")
+            yield from _variants_of(dtype, head_dim, amd=amd)
 
 
 def _variants_of(dtype: torch.dtype, head_dim: int, *, amd: bool) -> Iterator[Variant]:
@@ -139,8 +144,7 @@ def compile_variant(variant: Variant, arch: str) -> Usage:
         ConfigError: unknown architecture.
         EngineFailure: it does not compile; names the variant.
     """
-    if arch not in TARGETS:
-        raise ConfigError(f"arch must be one of {list(TARGETS)}, got {arch!r}", field="arch")
+    target = _target(arch)
     names = list(variant.kernel.arg_names)
     signature = {name: "constexpr" if name in variant.constants else variant.types.get(name, "i32") for name in names}
     # What the JIT finds out for aligned tensors whose rows are whole vectors; base pointers of a pool always are.
@@ -152,18 +156,24 @@ def compile_variant(variant: Variant, arch: str) -> Usage:
     constants = {(names.index(name),): value for name, value in variant.constants.items()}
     source = ASTSource(fn=variant.kernel, signature=signature, constexprs=constants, attrs=aligned)
     try:
-        compiled = triton.compile(source, target=TARGETS[arch], options=dict(variant.options))
+        compiled = triton.compile(source, target=target, options=dict(variant.options))
     except Exception as error:
         raise EngineFailure(f"{variant.name} does not compile for {arch}: {error}") from error
-    return _amd_usage(compiled) if TARGETS[arch].backend == "hip" else _nvidia_usage(compiled)
+    return _amd_usage(compiled) if target.backend == "hip" else _nvidia_usage(compiled)
+
+
+def _target(arch: str) -> GPUTarget:
+    if arch not in TARGETS:
+        raise ConfigError(f"arch must be one of {list(TARGETS)}, got {arch!r}", field="arch")
+    return TARGETS[arch]
 
 
 def budget() -> dict[str, dict[str, Usage]]:
     """Limits by architecture and kernel name, from ``budget.yaml``."""
     loaded = yaml.safe_load((resources.files("engine.kernels") / "budget.yaml").read_text(encoding="utf-8"))
     return {
-        arch: {kernel: Usage(registers, 0, limits["shared_bytes"]) for kernel, registers in limits["registers"].items()}
-        for arch, limits in loaded.items()
+        arch: {kernel: Usage(limit["registers"], 0, limit["shared_bytes"]) for kernel, limit in kernels.items()}
+        for arch, kernels in loaded.items()
     }
 
 
