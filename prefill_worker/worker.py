@@ -25,6 +25,7 @@ from kv_transfer.transport import TransportConfig
 from prefill_worker.config import PrefillConfig
 from prefill_worker.exports import Exports
 from prefill_worker.scheduler import PrefillScheduler, Progress, Prompt, Work, chunks_of
+from protocol.curve import CurveKeys
 from protocol.errors import ContextLengthExceeded, InvalidRequest, KVFerryError, Overloaded, ProtocolError
 from protocol.ids import Peer, RequestKey
 from protocol.loops import Loops
@@ -40,6 +41,7 @@ from protocol.messages import (
     WorkerLoad,
     WorkerProfile,
 )
+from protocol.prompt_logprobs import PromptLogprobs
 from protocol.sampling import FinishReason
 from protocol.sockets import Hub
 from protocol.transfer_counts import TransferCounts
@@ -107,7 +109,8 @@ class PrefillWorker:
         )
         context = zmq.asyncio.Context()
         resources.callback(context.term)
-        self._hub = Hub(context, self.me, f"tcp://{self.config.bind_host}:0")
+        keys = CurveKeys.drawn_from(self.config.secret)
+        self._hub = Hub(context, self.me, f"tcp://{self.config.bind_host}:0", keys=keys)
         resources.callback(self._hub.close)
         self._exports = Exports(
             self.pool,
@@ -122,7 +125,7 @@ class PrefillWorker:
                 streams=self.config.streams,
                 timeout=self.config.transfer_timeout,
                 checksum=self.config.transfer_checksum,
-                secret=self.config.transfer_secret,
+                secret=self.config.secret,
                 name=str(self.me),
             ),
             staging_bytes=self.config.staging_bytes,
@@ -146,6 +149,7 @@ class PrefillWorker:
             heartbeat=self._heartbeat,
             on_message=self._from_router,
             on_router_lost=self._router_lost,
+            keys=keys,
         )
         resources.push_async_callback(self._link.close)
         self._link.start()
@@ -212,7 +216,7 @@ class PrefillWorker:
         if key in self._routers or self._scheduler.find(key) or self._exports.book.has_ended(key, time.monotonic()):
             return  # it came twice, or its cancel was faster
         length = len(request.token_ids)
-        error: KVFerryError | None = None
+        error = self._stepper.runner.grammars.refusal(request.sampling)
         if not 0 < length < self._max_model_len:
             error = ContextLengthExceeded(
                 f"prompt has {length} tokens, this model takes 1 to {self._max_model_len - 1}", field="prompt"
@@ -342,6 +346,8 @@ class PrefillWorker:
         leased = prompt.request.handoff is not None
         if leased and progress.blocks and not told:
             self._exports.computed(prompt.key, progress.blocks)
+        for start, table in prompt.take_tables():
+            self._link.send(prompt.router, PromptLogprobs(key=prompt.key, start=start, table=table))
         if progress.draw is None:
             return
         finish_reason = self._emit(prompt, progress.draw)
