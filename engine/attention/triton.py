@@ -38,16 +38,11 @@ class TritonPlan(AttentionPlan):
     def __init__(self, backend: TritonAttention, batch: FlatBatch) -> None:
         super().__init__(backend.order)
         self._kv_heads = backend.kv_heads
-        self._batch = batch
+        self._slots = torch.from_numpy(batch.slot_mapping).to(backend.device)
         counts = np.diff(batch.query_start_loc)
-        self._device = device = backend.device
-        self._chunks = np.flatnonzero(counts > 1)
-        self._slots = torch.from_numpy(batch.slot_mapping).to(device)
-        self._block_tables = torch.from_numpy(batch.block_table).to(device)
-        self._seq_lens = torch.from_numpy(batch.seq_lens).to(device)
-        self._query_start = torch.from_numpy(batch.query_start_loc.astype(np.int32)).to(device)
-        self._tiles: dict[int, torch.Tensor] = {}
-        self._decodes = Decodes(batch, np.flatnonzero(counts == 1), device)
+        chunks, decodes = np.flatnonzero(counts > 1), np.flatnonzero(counts == 1)
+        self._chunks = Chunks(batch, chunks, backend.device) if len(chunks) else None
+        self._decodes = Decodes(batch, decodes, backend.device) if len(decodes) else None
 
     def store(self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
         """Write K and V of the step's tokens to their slots."""
@@ -56,15 +51,16 @@ class TritonPlan(AttentionPlan):
     def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         """Causal attention of ``q`` [T, Hq, D]: [T, Hq, D]."""
         out = q.new_empty(q.shape)
-        if len(self._chunks):
+        chunks, decodes = self._chunks, self._decodes
+        if chunks is not None:
+            tiles = chunks.tiles(q, q.shape[1] // self._kv_heads)
             paged_prefill(
-                *(q, k_cache, v_cache, self._block_tables, self._query_start, self._seq_lens, self._tiles_of(q)),
+                *(q, k_cache, v_cache, chunks.block_tables, chunks.query_start, chunks.seq_lens, tiles),
                 *(scoring.scale, self.order, out),
                 window=scoring.window,
                 softcap=scoring.softcap,
             )
-        decodes = self._decodes
-        if decodes.count:
+        if decodes is not None:
             out[decodes.tokens] = paged_decode(
                 *(q[decodes.tokens], k_cache, v_cache, decodes.block_tables, decodes.seq_lens),
                 *(scoring.scale, self.order),
@@ -73,14 +69,31 @@ class TritonPlan(AttentionPlan):
             )
         return out
 
-    def _tiles_of(self, q: torch.Tensor) -> torch.Tensor:
-        """The chunks' tiles; all layers of a model have queries of one shape, so they are cut once."""
-        group = q.shape[1] // self._kv_heads
+
+class Chunks:
+    """Sequences with several query tokens each, among all of a batch.
+
+    Attributes:
+        block_tables: int32 [B, M], of all sequences.
+        query_start: int32 [B + 1], likewise.
+        seq_lens: int32 [B], likewise.
+    """
+
+    def __init__(self, batch: FlatBatch, rows: NDArray[np.intp], device: torch.device) -> None:
+        self._batch = batch
+        self._rows = rows
+        self._tiles: dict[int, torch.Tensor] = {}
+        self.block_tables = torch.from_numpy(batch.block_table).to(device)
+        self.query_start = torch.from_numpy(batch.query_start_loc.astype(np.int32)).to(device)
+        self.seq_lens = torch.from_numpy(batch.seq_lens).to(device)
+
+    def tiles(self, q: torch.Tensor, group: int) -> torch.Tensor:
+        """Their tiles for ``q`` [T, Hq, D]; cut once, for the layers of a model have queries of one shape."""
         found = self._tiles.get(group)
         if found is None:
             batch = self._batch
-            cut = plan_tiles(batch.query_start_loc, batch.seq_lens, self._chunks, q.dtype, q.shape[2], group)
-            found = self._tiles[group] = torch.from_numpy(cut).to(self._device)
+            cut = plan_tiles(batch.query_start_loc, batch.seq_lens, self._rows, q.dtype, q.shape[2], group)
+            found = self._tiles[group] = torch.from_numpy(cut).to(q.device)
         return found
 
 
@@ -88,14 +101,12 @@ class Decodes:
     """Sequences with one query token each.
 
     Attributes:
-        count: of them.
-        tokens: int64 [count], where their tokens stand in the batch.
-        block_tables: int32 [count, M].
-        seq_lens: int32 [count].
+        tokens: int64 [R], where their tokens stand in the batch.
+        block_tables: int32 [R, M].
+        seq_lens: int32 [R].
     """
 
     def __init__(self, batch: FlatBatch, rows: NDArray[np.intp], device: torch.device) -> None:
-        self.count = len(rows)
         self.tokens = torch.from_numpy(batch.query_start_loc[rows]).to(device)
         self.block_tables = torch.from_numpy(batch.block_table[rows]).to(device)
         self.seq_lens = torch.from_numpy(batch.seq_lens[rows]).to(device)

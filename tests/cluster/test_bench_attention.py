@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -17,11 +17,13 @@ from rich.console import Console
 from cluster.bench.attention import contest
 from cluster.bench.attention.case import KINDS, AttentionCase, AttentionGrid
 from cluster.bench.attention.contest import AttentionOptions, compare_attention
-from cluster.bench.attention.figures import AttentionReport
+from cluster.bench.attention.figures import AttentionOutcome, AttentionReport, EntryFigure, attention_remarks
 from cluster.bench.attention.measure import layers_for
 from cluster.bench.attention.plot import lines_of, write_attention_plot
 from cluster.bench.attention.roofline import Rates, Work, floor, work_of
 from cluster.bench.attention.shape import SHAPES, HeadShape, shape_of
+from cluster.bench.machine import Machine
+from cluster.bench.picture import SUFFIXES
 from cluster.bench.preset import layout_of
 from engine.attention import BACKENDS
 from engine.attention.reference import ReferenceAttention
@@ -130,10 +132,58 @@ def test_a_run_gives_a_table_json_and_a_line_for_the_plot(tmp_path: Path) -> Non
                 assert figure.fraction > 0
                 assert figure.error < 1e-4
     assert "attention 'triton' needs a CUDA device" in out.getvalue()
-    assert [context for context, _ in lines_of(report)["decode", "sdpa, 2"]] == [90]
+
+
+def outcome(kind: Literal["decode", "prefill"], context: int) -> AttentionOutcome:
+    figures = (
+        EntryFigure(entry="sdpa", state="measured", seconds=0.002, fraction=0.5),
+        EntryFigure(entry="triton", state="skipped", reason="a <b>"),
+        EntryFigure(entry="native", state="wrong", seconds=0.001, fraction=1.0, error=3.0),
+    )
+    case = AttentionCase(kind=kind, batch=2, context=context, queries=1)
+    return AttentionOutcome(
+        case=case, layers=1, rounds=3, nbytes=8, flops=8, floor_seconds=0.001, bound="memory", figures=figures
+    )
+
+
+REPORT = AttentionReport(
+    kvferry="0",
+    machine=Machine(system="s", processor="p", cores=2, memory_bytes=1, python="3"),
+    device="cpu",
+    model="<m>",
+    shape=SHAPE,
+    dtype="float32",
+    order="NHD",
+    block_size=16,
+    window=0,
+    softcap=0.0,
+    threads=1,
+    read_gb_per_s=1.0,
+    multiply_tflop_per_s=1.0,
+    outcomes=(outcome("decode", 200), outcome("decode", 40), outcome("prefill", 40)),
+    complete=True,
+)
+
+
+def test_a_line_is_of_one_backend_and_one_number_of_sequences_by_growing_context() -> None:
+    assert lines_of(REPORT) == {("decode", "sdpa, 2"): [(40, 0.5), (200, 0.5)], ("prefill", "sdpa, 2"): [(40, 0.5)]}
+
+
+def test_each_reason_is_told_once() -> None:
+    assert attention_remarks(REPORT).count("skipped triton: a <b>") == 1
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_plot_is_written(suffix: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra 'plot' is not installed")
-    write_attention_plot(report, tmp_path / "found.svg")
-    assert b"<!-- sdpa, 2 -->" in (tmp_path / "found.svg").read_bytes()
+    file = tmp_path / f"x{suffix}"
+    write_attention_plot(REPORT, file)
+    if suffix == ".png":
+        assert file.read_bytes().startswith(b"\x89PNG")
+    else:
+        assert b"<!-- sdpa, 2 -->" in file.read_bytes()
+    if suffix == ".html":
+        assert b"a &lt;b&gt;" in file.read_bytes()
 
 
 def test_a_backend_that_computes_something_else_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
