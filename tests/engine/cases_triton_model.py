@@ -12,14 +12,13 @@ from test_model_equality import VARIANTS, Served, random_pieces, reference_logit
 from engine.attention.triton import TritonAttention
 
 
-@pytest.mark.parametrize("order", ["NHD", "HND"])
-def test_logits_equal_transformers_by_the_kernels(order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_equal_transformers_by_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # By its name the backend is to be had on a GPU only.
     monkeypatch.setattr("engine.runner.create_backend", lambda _name, *where: TritonAttention(*where))
     tiny_model(tmp_path, seed=3, **VARIANTS["gemma2"] | {"head_dim": 64})
-    rng = random.Random(order)
-    served = Served(tmp_path, rng, block_size=8, order=order, num_blocks=16)
-    sequences = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in (1, 9, 40)]
+    rng = random.Random(5)
+    served = Served(tmp_path, rng, block_size=8, order="HND", num_blocks=16)
+    sequences = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in (1, 9, 33)]
     expected = [reference_logits(tmp_path, sequence) for sequence in sequences]
     pending = {index: random_pieces(sequence, rng) for index, sequence in enumerate(sequences)}
     while pending:
