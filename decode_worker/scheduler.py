@@ -299,9 +299,9 @@ class DecodeScheduler:
 
     def _advance(self, sequence: Sequence, drawn: Seq[Draw | None]) -> Output:
         """Take what was drawn for a sequence, up to the first token that its draft did not foresee."""
-        self._tails.copied(sequence)
         start = sequence.produced
         kept: list[Draw] = []
+        self._tails.copied(sequence)
         finish_reason: FinishReason | None = None
         for draw, foreseen in zip(drawn, (*sequence.draft, None), strict=True):
             assert draw is not None, "every row of a decode step draws a token"
@@ -313,9 +313,9 @@ class DecodeScheduler:
             finish_reason = sequence.request.sampling.finish_reason(draw.token_id, sequence.produced)
             if finish_reason is not None or draw.token_id != foreseen:
                 break
-        self._reach.let_go(sequence)
         if self._speculator is not None:
             self._speculator.settle(sequence, accepted=len(kept) - 1)
+        self._reach.let_go(sequence)
         return Output(sequence, start, tuple(kept), finish_reason)
 
     def _leave(self, sequence: Sequence) -> None:

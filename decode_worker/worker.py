@@ -113,8 +113,8 @@ class DecodeWorker:
             self.pool,
             block_size=settings.block_size,
             max_sequences=settings.max_sequences,
-            speculator=self._speculator,
             window=runner.model_config.reach,
+            speculator=self._speculator,
         )
         context = zmq.asyncio.Context()
         resources.callback(context.term)

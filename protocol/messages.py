@@ -134,11 +134,11 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     failures: Count = 0
     transport_fallbacks: Count = 0
     draining: bool = False
-    used_slots: Count = 0
-    empty_slots: Count = 0
     decode_turns: Count = 0
     draft_tokens: Count = 0
     accepted_tokens: Count = 0
+    used_slots: Count = 0
+    empty_slots: Count = 0
 
     @property
     def empty_share(self) -> float:

@@ -102,6 +102,7 @@ def test_a_wrong_token_ends_the_draft_and_its_blocks_go_back() -> None:
     before = pool.counts()
     step = subject.next_step()
     assert pool.counts().active == before.active + 1, "a draft that reaches into the next block holds it for the step"
+    assert subject.empty_slots == 5 * BLOCK - 16 - len(sequence.draft) < BLOCK, "a draft's slots are in use"
     (output,) = subject.complete_step(engine.execute(chunks_of(step.sequences)))
     assert [draw.token_id for draw in output.draws] == [8]
     assert (sequence.computed, pool.counts().active, pool.counts().free) == (16, before.active, before.free)
