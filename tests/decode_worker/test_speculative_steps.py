@@ -215,7 +215,7 @@ def test_a_failed_step_gives_back_what_drafts_held() -> None:
 class SpeculativeLife(RuleBasedStateMachine):
     """Requests come, are dropped, preempted and prefilled anew; each that ends has the text of plain decoding."""
 
-    @initialize(blocks=st.integers(12, 30), rows=st.integers(1, 8), tokens=st.integers(1, 6))
+    @initialize(blocks=st.integers(18, 36), rows=st.integers(1, 8), tokens=st.integers(1, 6))
     def begin(self, blocks: int, rows: int, tokens: int) -> None:
         self.subject, self.pool = speculating(blocks, rows=rows, tokens=tokens)
         self.rows = rows
