@@ -7,6 +7,8 @@ History of the wire:
   ``Heartbeat.transfer``, and in ``SamplingParams`` penalties, ``min_p``, ``logit_bias`` and ``logprobs``.
 * 2 -- ``SamplingParams.grammar``; ``PromptLogprobs``, and ``Prefill.prompt_logprobs`` and ``prompt_logprobs_from`` that
   ask for them.
+  ``Prefill.forks``, ``Reserve.forks`` and ``Handover.fork_tokens``: several continuations of one prompt cross as one;
+  ``WorkerLoad.used_slots`` and ``empty_slots``.
 """
 
 from __future__ import annotations
