@@ -1,10 +1,10 @@
-r"""One sequence on the decode side, and the table of its moves.
+"""One sequence on the decode side, and the table of its moves.
 
 Life cycle::
 
     WAITING --reserve--> IMPORTING --commit--> RUNNING --finish--> FINISHED
-       |                     |                    |  \--drop while a step computes it--> LEAVING --step ends--> GONE
-       \-------drop---------/---drop-------------/--drop--> GONE
+    RUNNING --swap out--> SWAPPING_OUT --copied--> SWAPPED --swap in--> SWAPPING_IN --copied--> RUNNING
+    any of them --drop--> GONE, by way of LEAVING while a step or a copy is at its blocks
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ class SequenceState(Enum):
     WAITING = auto()
     IMPORTING = auto()
     RUNNING = auto()
+    SWAPPING_OUT = auto()
+    SWAPPED = auto()
+    SWAPPING_IN = auto()
     LEAVING = auto()
     FINISHED = auto()
     GONE = auto()
@@ -36,9 +39,14 @@ class SequenceEvent(Enum):
     RESERVE = auto()
     COMMIT = auto()
     FINISH = auto()
+    SWAP_OUT = auto()
+    SWAP_IN = auto()
+    COPIED = auto()
     DROP = auto()
     DROP_IN_STEP = auto()
+    DROP_IN_COPY = auto()
     STEP_ENDED = auto()
+    COPY_ENDED = auto()
 
 
 SEQUENCES = TransitionTable(
@@ -53,6 +61,14 @@ SEQUENCES = TransitionTable(
         (SequenceState.RUNNING, SequenceEvent.DROP): SequenceState.GONE,
         (SequenceState.RUNNING, SequenceEvent.DROP_IN_STEP): SequenceState.LEAVING,
         (SequenceState.LEAVING, SequenceEvent.STEP_ENDED): SequenceState.GONE,
+        (SequenceState.RUNNING, SequenceEvent.SWAP_OUT): SequenceState.SWAPPING_OUT,
+        (SequenceState.SWAPPING_OUT, SequenceEvent.COPIED): SequenceState.SWAPPED,
+        (SequenceState.SWAPPED, SequenceEvent.SWAP_IN): SequenceState.SWAPPING_IN,
+        (SequenceState.SWAPPING_IN, SequenceEvent.COPIED): SequenceState.RUNNING,
+        (SequenceState.SWAPPED, SequenceEvent.DROP): SequenceState.GONE,
+        (SequenceState.SWAPPING_OUT, SequenceEvent.DROP_IN_COPY): SequenceState.LEAVING,
+        (SequenceState.SWAPPING_IN, SequenceEvent.DROP_IN_COPY): SequenceState.LEAVING,
+        (SequenceState.LEAVING, SequenceEvent.COPY_ENDED): SequenceState.GONE,
     },
 )
 """The one transition table of a sequence."""
@@ -80,20 +96,22 @@ class Sequence:
     Attributes:
         request: as it came from the router.
         router: who asked.
-        order: by arrival; the youngest is preempted first.
-        arrived, committed: on the injected clock.
+        order: who has the least goes first, who has the most makes room: when the request would have arrived had it
+            got its seniority by waiting, and among equals the order in which they came.
+        arrived, committed, swapped: on the injected clock.
         token_ids: prompt and output so far.
         computed: tokens whose KV is in the pool.
         produced: output tokens of the whole request so far, earlier attempts included.
         block_table: physical blocks.
-        cached_blocks: leading blocks found in this worker's own prefix cache.
+        cached_blocks: leading blocks found in this worker's own prefix cache when it got its blocks.
+        slots: of its blocks in host memory, while it is out or on its way.
         hashes: of the full blocks so far.
         times: of the handoff, sent with the first tokens.
     """
 
     request: Reserve
     router: Peer
-    order: int
+    order: tuple[float, int]
     arrived: float
     tracker: Tracker[SequenceState, SequenceEvent]
     token_ids: list[int]
@@ -101,11 +119,19 @@ class Sequence:
     produced: int
     computed: int = 0
     committed: float = 0.0
+    swapped: float = 0.0
     block_table: list[int] = field(default_factory=list)
     cached_blocks: int = 0
+    slots: list[int] = field(default_factory=list)
     times: StageTimes | None = None
 
     @property
     def key(self) -> RequestKey:
         """Request and attempt."""
         return self.request.key
+
+    @property
+    def copying(self) -> bool:
+        """Whether its blocks are being copied to or from host memory, dropped or not."""
+        copies = (SequenceState.SWAPPING_OUT, SequenceState.SWAPPING_IN)
+        return self.tracker.state in copies or (self.tracker.state is SequenceState.LEAVING and bool(self.slots))

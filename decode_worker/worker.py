@@ -21,7 +21,8 @@ from decode_worker.imports import Imports
 from decode_worker.peers import PrefillPeers
 from decode_worker.reception import Reception
 from decode_worker.scheduler import DecodeScheduler, Output, chunks_of
-from decode_worker.sequence import Sequence
+from decode_worker.sequence import Sequence, SequenceState
+from decode_worker.swaps import Swaps
 from engine.block_pool import BlockPool
 from engine.pool_watch import PoolWatch
 from kv_transfer.transport import TransportConfig
@@ -53,6 +54,9 @@ from protocol.worker_link import WorkerLink
 
 TICK = 0.1
 """Seconds between two looks at what has expired."""
+
+SWAP_PATIENCE = 20.0
+"""Seconds that a sequence stays swapped out: well before its router would take the silence for a fault."""
 
 logger = logging.getLogger(__name__)
 
@@ -100,8 +104,14 @@ class DecodeWorker:
         self._vocab_size = runner.vocab_size
         self.pool = BlockPool(runner.num_blocks, settings.block_size, prefix_cache=settings.prefix_cache)
         self._watch = PoolWatch(self.pool)
+        self._swaps = Swaps(runner.cache, runner.copies, self.config.preemption, self.config.swap_bytes, self._copied)
+        resources.push_async_callback(self._swaps.close)
         self._scheduler = DecodeScheduler(
-            self.pool, block_size=settings.block_size, max_sequences=settings.max_sequences
+            self.pool,
+            block_size=settings.block_size,
+            max_sequences=settings.max_sequences,
+            swaps=self._swaps.book,
+            prefers_swap=self._prefers_swap,
         )
         context = zmq.asyncio.Context()
         resources.callback(context.term)
@@ -189,6 +199,8 @@ class DecodeWorker:
             kv_seconds=imports.kv_seconds,
             preemptions=self._preemptions,
             failures=self._failures,
+            swaps=self._swaps.saved,
+            swapped_blocks=self._swaps.book.used,
         )
 
     def transfer(self) -> TransferCounts:
@@ -239,6 +251,9 @@ class DecodeWorker:
     def _admit(self) -> None:
         now = time.monotonic()
         for sequence in self._scheduler.admit():
+            if sequence.tracker.state is SequenceState.SWAPPING_IN:
+                self._swaps.restore(sequence)
+                continue
             self._cached_tokens += sequence.cached_blocks * self.pool.block_size
             sequence.times = StageTimes(
                 reserve_wait=now - sequence.arrived, decode_cached_blocks=sequence.cached_blocks
@@ -282,7 +297,11 @@ class DecodeWorker:
             await asyncio.sleep(TICK)
             self._imports.tick()
             self._peers.tick(self._scheduler.prefill_endpoints())
-            self._watch.look(busy=not self._scheduler.idle, now=time.monotonic())
+            now = time.monotonic()
+            for sequence in self._scheduler.give_up(now - SWAP_PATIENCE):
+                self._preempt(sequence)
+            self._watch.look(busy=not self._scheduler.idle, now=now)
+            self._swaps.look(busy=not self._scheduler.idle, now=now)
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
@@ -291,6 +310,8 @@ class DecodeWorker:
             step = self._scheduler.next_step()
             for sequence in step.preempted:
                 self._preempt(sequence)
+            for sequence in step.swapped_out:
+                self._swaps.save(sequence)
             self._admit()
             if not step.sequences:
                 self._wake.clear()
@@ -306,6 +327,17 @@ class DecodeWorker:
             self._decode_tokens += len(draws)
             for output in self._scheduler.complete_step(draws):
                 self._emit(output)
+
+    def _prefers_swap(self, sequence: Sequence) -> bool:
+        imports = self._imports
+        return self._swaps.prefers(sequence, imports.kv_bytes / imports.kv_seconds if imports.kv_seconds else 0.0)
+
+    def _copied(self, sequence: Sequence, error: KVFerryError | None) -> None:
+        if error is None:
+            self._scheduler.copied(sequence, time.monotonic())
+        elif self._scheduler.copy_failed(sequence):
+            self._preempt(sequence)
+        self._wake.set()
 
     def _preempt(self, sequence: Sequence) -> None:
         self._preemptions += 1

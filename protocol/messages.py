@@ -38,6 +38,8 @@ Generations = Annotated[
 ]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
+Seniority = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
+Rate = Annotated[float, msgspec.Meta(ge=0.0, le=1e15)]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 Salt = Annotated[str, msgspec.Meta(max_length=MAX_SALT)]
 
@@ -120,6 +122,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
         prefill_tokens, cached_tokens, decode_tokens: computed, skipped by a prefix hit, generated.
         kv_blocks, kv_bytes, kv_seconds: shipped (prefill) or landed (decode).
         preemptions, failures: requests given back or failed.
+        swaps: sequences put into host memory to make room (decode).
+        swapped_blocks: blocks that are there now.
         transport_fallbacks: decode workers that a better transport was offered by than could be used (prefill).
         draining: takes no new work.
     """
@@ -143,6 +147,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     failures: Count = 0
     transport_fallbacks: Count = 0
     draining: bool = False
+    swaps: Count = 0
+    swapped_blocks: Count = 0
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
@@ -171,6 +177,8 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
         handoff: the decode worker that will take over, or None when the request ends with the first token.
         lease_ttl: seconds the lease lives without a sign of its reader.
         cache_salt: prefix-cache namespace.
+        seniority: seconds that the request counts as having waited, its priority included; may be negative. The higher
+            goes first, on both legs and over all attempts.
     """
 
     key: RequestKey
@@ -180,10 +188,15 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
     handoff: Peer | None
     lease_ttl: Seconds = 30.0
     cache_salt: Salt = ""
+    seniority: Seniority = 0.0
 
 
 class Reserve(msgspec.Struct, frozen=True, kw_only=True, tag="reserve"):
-    """Router to decode: make room for this request, and fetch its KV from ``prefill``. Fields as in Prefill."""
+    """Router to decode: make room for this request, and fetch its KV from ``prefill``. Fields as in Prefill.
+
+    Attributes:
+        prefill_rate: prompt tokens per second that ``prefill`` gets through; 0 when it is not known yet.
+    """
 
     key: RequestKey
     token_ids: TokenIds
@@ -192,6 +205,8 @@ class Reserve(msgspec.Struct, frozen=True, kw_only=True, tag="reserve"):
     prefill: PrefillAddress
     lease_ttl: Seconds = 30.0
     cache_salt: Salt = ""
+    seniority: Seniority = 0.0
+    prefill_rate: Rate = 0.0
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):

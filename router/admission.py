@@ -5,6 +5,7 @@ from __future__ import annotations
 from protocol.errors import ContextLengthExceeded, InvalidRequest
 from protocol.messages import MAX_SALT, MAX_TOKENS
 from router.front.generation import Generation
+from router.priority import MAX_PRIORITY
 
 _MAX_TOKEN_ID = (1 << 31) - 1
 
@@ -30,5 +31,8 @@ def check_generation(generation: Generation) -> None:
     if len(generation.cache_salt) > MAX_SALT:
         got = len(generation.cache_salt)
         raise InvalidRequest(f"cache_salt must have at most {MAX_SALT} characters, got {got}", field="cache_salt")
+    if not -MAX_PRIORITY <= generation.priority <= MAX_PRIORITY:
+        allowed = f"in [-{MAX_PRIORITY}, {MAX_PRIORITY}]"
+        raise InvalidRequest(f"priority must be {allowed}, got {generation.priority}", field="priority")
     if generation.timeout is not None and not generation.timeout > 0:
         raise InvalidRequest(f"timeout must be over 0, got {generation.timeout!r}", field="timeout")

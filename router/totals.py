@@ -21,6 +21,7 @@ COUNTERS = (
     "preemptions",
     "failures",
     "transport_fallbacks",
+    "swaps",
 )
 """The fields of ``WorkerLoad`` that only grow."""
 

@@ -21,12 +21,14 @@ class Generation:
         sampling: how to draw; end-of-sequence ids are among its stop token ids.
         cache_salt: prefix-cache namespace.
         timeout: seconds for the whole request; None takes the service's default.
+        priority: of the request among others; lower is earlier.
     """
 
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     cache_salt: str = ""
     timeout: float | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True)

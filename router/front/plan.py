@@ -141,6 +141,7 @@ class Planner:
                     sampling=msgspec.structs.replace(sampling, seed=(seed + copy) & SEED_MASK),
                     cache_salt=request.cache_salt or "",
                     timeout=request.timeout,
+                    priority=request.priority or 0,
                 )
                 generations.append(generation)
         options = request.stream_options
