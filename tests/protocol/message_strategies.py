@@ -37,6 +37,8 @@ _id_letters = "abcXYZ012_-"
 counts = st.integers(0, (1 << 62) - 1)
 token_ids = st.integers(0, (1 << 31) - 1)
 seconds = st.floats(0.0, 1e9)
+seniorities = st.floats(-1e9, 1e9)
+rates = st.floats(0.0, 1e15)
 texts = st.text(st.characters(codec="utf-8"), max_size=40)
 addresses = st.text("abc:/.0", min_size=1, max_size=30)
 tickets = st.binary(min_size=16, max_size=16)
@@ -136,12 +138,15 @@ _leg = {
     "sampling": samplings,
     "lease_ttl": seconds,
     "cache_salt": st.text("salt", max_size=128),
+    "seniority": seniorities,
 }
 
 MESSAGES: dict[type[Message], st.SearchStrategy[Message]] = {
     Heartbeat: st.builds(Heartbeat, profile=profiles, load=loads, transfer=transfers),
     Prefill: st.builds(Prefill, handoff=st.none() | peers, **_leg),
-    Reserve: st.builds(Reserve, prefill=st.builds(PrefillAddress, peer=peers, endpoint=addresses), **_leg),
+    Reserve: st.builds(
+        Reserve, prefill=st.builds(PrefillAddress, peer=peers, endpoint=addresses), prefill_rate=rates, **_leg
+    ),
     Cancel: st.builds(Cancel, key=keys, reason=texts),
     Tokens: st.builds(
         Tokens,
