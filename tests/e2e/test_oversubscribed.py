@@ -84,6 +84,35 @@ async def test_ten_times_the_pool_of_every_priority_and_a_third_of_the_clients_l
             assert load.swaps > 0, "nobody was swapped out"
 
 
+async def test_an_urgent_request_passes_those_that_wait(tiny_llama_dir: Path, tiny_oracle: Oracle) -> None:
+    prompt = [7, 8, 9, 10, 11]
+    truth = tiny_oracle.greedy(prompt, 4)
+    async with rack(tiny_llama_dir, engine={"max_sequences": 1}) as running:
+        (prefill,) = running.prefill
+        execute, release = prefill._stepper.execute, asyncio.Event()
+
+        async def held(*step: object) -> object:
+            await release.wait()
+            return await execute(*step)  # type: ignore[arg-type]
+
+        prefill._stepper.execute = held  # type: ignore[assignment,method-assign]
+        ended: list[int] = []
+
+        async def client(index: int, priority: int) -> None:
+            sampling = SamplingParams(temperature=0.0, max_tokens=4)
+            crowd = Crowd()
+            await crowd.client(running, Generation(tuple(prompt), sampling, priority=priority), truth)
+            ended.append(index)
+
+        tasks = []
+        for index, priority in enumerate((0, 0, 5, 0, -5)):
+            tasks.append(asyncio.create_task(client(index, priority)))
+            await until(lambda: prefill.load().waiting + prefill.load().running == len(tasks), "the request's turn")
+        release.set()
+        await asyncio.gather(*tasks)
+        assert ended == [0, 4, 1, 3, 2]
+
+
 def watch_for_a_full_pool(running: Rack) -> Callable[[], bool]:
     """Whether from now on a decode worker's pool had no block left to give at the beginning of a step."""
     (decode,) = running.decode
