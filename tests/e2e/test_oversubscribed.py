@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,13 +13,15 @@ import pytest
 from oracle import Oracle
 from rack import Rack, rack, until
 
+from engine.swap_space import SwapSpace
+from protocol.errors import EngineFailure
 from protocol.sampling import SamplingParams
 from router.front.generation import Generation
 
-CLIENTS = 40
-MAX_TOKENS = 24
-POOL = 33
-"""Blocks of 4 tokens: four requests of the longest kind fill it."""
+CLIENTS = 26
+MAX_TOKENS = 18
+POOL = 19
+"""Blocks of 4 tokens, one of them padding: two or three requests fill it."""
 
 
 @dataclass
@@ -38,14 +41,34 @@ class Crowd:
 
     async def leaving(self, task: asyncio.Task[None], at: int) -> None:
         """Leave once all clients together have got so many tokens: queued, in the hand-over, running or swapped out."""
-        await until(lambda: self.received >= at or task.done(), f"{at} tokens")
+        await until(lambda: self.received >= at or task.done(), f"{at} tokens", 120.0)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
 
-@pytest.mark.parametrize("preemption", ["swap", "recompute", "auto"])
+def breaks_now_and_then(space: SwapSpace) -> None:
+    """Half of the copies fail, as on a device that has no memory left for a moment."""
+    for name in ("save", "restore"):
+        copy, calls = getattr(space, name), itertools.count()
+
+        def broken(
+            sources: Sequence[int],
+            targets: Sequence[int],
+            copy: Callable[..., None] = copy,
+            calls: Iterator[int] = calls,
+        ) -> None:
+            if next(calls) % 2:
+                raise EngineFailure("the copy failed")
+            copy(sources, targets)
+
+        setattr(space, name, broken)
+
+
+@pytest.mark.parametrize(
+    ("preemption", "breaks"), [("swap", False), ("swap", True), ("recompute", False), ("auto", False)]
+)
 async def test_ten_times_the_pool_of_every_priority_and_a_third_of_the_clients_leave(
-    tiny_llama_dir: Path, tiny_oracle: Oracle, preemption: str
+    tiny_llama_dir: Path, tiny_oracle: Oracle, preemption: str, breaks: bool
 ) -> None:
     rng = random.Random(3)
     prompts = [[rng.randrange(3, tiny_oracle.vocab_size) for _ in range(rng.randrange(1, 20))] for _ in range(CLIENTS)]
@@ -60,6 +83,8 @@ async def test_ten_times_the_pool_of_every_priority_and_a_third_of_the_clients_l
             sampling = {"temperature": 0.8, "seed": index, "max_tokens": MAX_TOKENS}
             truths[index] = (await running.ask(prompts[index], **sampling)).token_ids
         (decode,) = running.decode
+        if breaks:
+            breaks_now_and_then(decode._swaps._space)
         full = watch_for_a_full_pool(running)
         crowd = Crowd()
         tasks, leavers = [], []
@@ -82,6 +107,7 @@ async def test_ten_times_the_pool_of_every_priority_and_a_third_of_the_clients_l
             assert (load.preemptions > 0, load.swaps) == (True, 0)
         else:
             assert load.swaps > 0, "nobody was swapped out"
+            assert not breaks or load.preemptions > 0, "no copy failed"
 
 
 async def test_an_urgent_request_passes_those_that_wait(tiny_llama_dir: Path, tiny_oracle: Oracle) -> None:
