@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.prompt_logprobs import PromptSpan
 from protocol.errors import InvariantViolation
 from protocol.sampling import SamplingParams, TokenLogprobs
 
@@ -26,6 +27,7 @@ class Chunk:
         position: index of that drawn token in the request's whole output.
         history: all tokens of the request up to here, of which the last ``position`` are output. Needed only where
             ``sampling`` looks back.
+        span: prompt tokens after tokens of this chunk whose log-probabilities are wanted; None where none are.
     """
 
     token_ids: Sequence[int]
@@ -34,6 +36,7 @@ class Chunk:
     sampling: SamplingParams | None = None
     position: int = 0
     history: Sequence[int] = ()
+    span: PromptSpan | None = None
 
 
 class Draw(NamedTuple):
@@ -137,6 +140,9 @@ def _check_lengths(
         raise InvariantViolation("a step needs at least one chunk")
     held = np.fromiter((len(chunk.block_table) for chunk in chunks), np.int64, len(chunks))
     wrong = (counts < 1) | (starts < 0) | (lens > limits.max_model_len) | (held < needed)
+    for row, chunk in enumerate(chunks):
+        if chunk.span is not None and chunk.span.first + len(chunk.span.targets) > counts[row]:
+            raise InvariantViolation(f"chunk {row}: {len(chunk.span.targets)} prompt tokens follow none of its tokens")
     if wrong.any():
         row = int(wrong.argmax())
         raise InvariantViolation(

@@ -18,12 +18,14 @@ from engine.batch import BatchLimits, Chunk, Draw, flatten
 from engine.checkpoint import Progress, load_weights
 from engine.config import EngineConfig
 from engine.copy_queue import CopyQueue, copy_queue
+from engine.grammar import Grammars
 from engine.kv_cache import TORCH_DTYPES, KVCache
 from engine.layer_watch import LayerWatch
 from engine.logit_rules import Row
 from engine.models import family
 from engine.models.config import ModelConfig
 from engine.models.model import Model, OnLayer
+from engine.prompt_logprobs import tell
 from engine.sampler import sample
 from protocol.errors import ConfigError, EngineFailure
 from protocol.layout import PADDING_BLOCK, CacheDtype, KVLayout
@@ -45,6 +47,7 @@ class ModelRunner:
         max_model_len: prompt plus output tokens of one sequence at most.
         device: where model and cache are.
         copies: orders copies out of and into the cache after the steps.
+        grammars: of the requests.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class ModelRunner:
         self.max_model_len = resolve_max_model_len(config, model_config)
         self.device = backend.device
         self.copies: CopyQueue = copy_queue(backend.device)
+        self.grammars = Grammars(Path(config.model), model_config.vocab_size)
         self._model = model
         self._backend = backend
         self._limits = BatchLimits(
@@ -117,7 +121,7 @@ class ModelRunner:
             EngineFailure: torch raised, or the logits are not finite; nothing is stored any more.
         """
         drawing = [
-            (index, Row(chunk.sampling, chunk.position, chunk.history))
+            (index, self._row(chunk.sampling, chunk))
             for index, chunk in enumerate(chunks)
             if chunk.sampling is not None
         ]
@@ -131,8 +135,12 @@ class ModelRunner:
                 draws[index] = draw
         return draws
 
+    def _row(self, sampling: SamplingParams, chunk: Chunk) -> Row:
+        allowed = self.grammars.allowed(sampling, chunk.position, chunk.history)
+        return Row(sampling, chunk.position, chunk.history, allowed)
+
     def logits(self, chunks: Sequence[Chunk], watch: LayerWatch | None = None) -> torch.Tensor:
-        """The forward pass of :meth:`execute` without the draw.
+        """The forward pass of :meth:`execute` without the draw; spans of chunks are told of.
 
         Returns:
             [N, vocab], after the last token of each chunk that wants a draw, in order.
@@ -150,6 +158,12 @@ class ModelRunner:
                 self.cache,
                 None if watch is None else self._borders(watch),
             )
+            spans = [
+                (int(first), chunk.span)
+                for first, chunk in zip(batch.query_start_loc[:-1], chunks, strict=True)
+                if chunk.span is not None
+            ]
+            tell(spans, hidden, self._model.logits, self.vocab_size)
             return self._model.logits(hidden[torch.from_numpy(batch.logits_indices).to(self.device)])
 
     @contextmanager
@@ -177,12 +191,16 @@ class ModelRunner:
         return on_layer
 
     def warm_up(self) -> None:
-        """Run the largest prompt chunk and a full batch of decodes, in the padding block; no other block changes."""
+        """Run the largest prompt chunk and a full batch of decodes, in the padding block; no other block changes.
+
+        Reads the tokenizer, too, for the grammars.
+        """
         count = min(self.config.max_batch_tokens, self.max_model_len)
         table = [PADDING_BLOCK] * self.layout.blocks_for(count)
         greedy = SamplingParams(temperature=0.0)
         self.execute([Chunk([0] * count, 0, table, greedy)])
         self.execute([Chunk([0], 0, table, greedy)] * self.config.max_sequences)
+        self.grammars.warm_up()
 
 
 @contextmanager

@@ -23,9 +23,11 @@ from operator import attrgetter
 from engine.batch import Chunk, Draw
 from engine.block_pool import BlockPool, HolderKind, Owner
 from engine.prefix_index import BlockHash, block_hashes
+from engine.prompt_logprobs import PromptSpan
 from protocol.errors import PoolExhausted
 from protocol.ids import Peer, RequestKey
 from protocol.messages import Prefill
+from protocol.prompt_logprobs import LogprobTable
 from protocol.transitions import Tracker, TransitionTable
 
 
@@ -77,6 +79,8 @@ class Prompt:
         block_table: physical blocks, empty until admitted.
         cached_tokens: skipped by a prefix hit.
         computed: tokens whose KV is in the pool.
+        tables: of prompt tokens, in order, as a step has told them and nobody has taken yet.
+        told: index of the first prompt token after those that were taken.
     """
 
     request: Prefill
@@ -89,6 +93,8 @@ class Prompt:
     cached_tokens: int = 0
     computed: int = 0
     started: float = 0.0
+    tables: list[LogprobTable] = field(default_factory=list)
+    told: int = 1
 
     @property
     def key(self) -> RequestKey:
@@ -105,6 +111,24 @@ class Prompt:
         """Prompt tokens."""
         return len(self.request.token_ids)
 
+    @property
+    def skippable(self) -> int:
+        """Tokens at its beginning whose logits nobody needs, so that a prefix hit may stand for them.
+
+        The last one's give the first output token, and those before a prompt token give its log-probability.
+        """
+        last = self.length - 1
+        return last if self.request.prompt_logprobs is None else min(last, self.request.prompt_logprobs_from - 1)
+
+    def take_tables(self) -> list[tuple[int, LogprobTable]]:
+        """What was told of prompt tokens since the last call, each with the index of its first."""
+        taken = []
+        for table in self.tables:
+            taken.append((self.told, table))
+            self.told += len(table)
+        self.tables.clear()
+        return taken
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -118,6 +142,18 @@ class Work:
     def last(self) -> bool:
         """Whether the first output token is drawn in this step."""
         return self.stop == self.prompt.length
+
+    @property
+    def span(self) -> PromptSpan | None:
+        """The prompt tokens that it shall tell of: those that follow its own, as far as they are not known."""
+        request = self.prompt.request
+        if request.prompt_logprobs is None:
+            return None
+        first = max(self.start + 1, request.prompt_logprobs_from)
+        targets = request.token_ids[first : self.stop + 1]
+        if not targets:
+            return None
+        return PromptSpan(first - 1 - self.start, targets, request.prompt_logprobs, self.prompt.tables.append)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +226,7 @@ class PrefillScheduler:
             arrived=now,
             since=now - request.seniority,
             tracker=PROMPTS.start(str(request.key)),
+            told=request.prompt_logprobs_from,
         )
         insort(self._waiting, prompt, key=attrgetter("since"))
         return prompt
@@ -286,9 +323,7 @@ class PrefillScheduler:
     def _place(self, prompt: Prompt) -> bool:
         if not prompt.hashes:
             prompt.hashes = block_hashes(prompt.request.token_ids, self._block_size, prompt.request.cache_salt.encode())
-        # At least one token is computed here, since the first output token needs its logits.
-        reusable = (prompt.length - 1) // self._block_size
-        hit = self._pool.match(prompt.hashes[:reusable])
+        hit = self._pool.match(prompt.hashes[: prompt.skippable // self._block_size])
         blocks = -(-prompt.length // self._block_size)
         self._pool.share(prompt.owner, hit)
         try:
@@ -311,6 +346,7 @@ def chunks_of(step: Sequence[Work]) -> list[Chunk]:
             sampling=work.prompt.request.sampling if work.last else None,
             position=work.prompt.request.emitted,
             history=work.prompt.request.token_ids if work.prompt.request.sampling.looks_back else (),
+            span=work.span,
         )
         for work in step
     ]

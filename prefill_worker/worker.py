@@ -41,6 +41,7 @@ from protocol.messages import (
     WorkerLoad,
     WorkerProfile,
 )
+from protocol.prompt_logprobs import PromptLogprobs
 from protocol.sampling import FinishReason
 from protocol.sockets import Hub
 from protocol.transfer_counts import TransferCounts
@@ -215,7 +216,7 @@ class PrefillWorker:
         if key in self._routers or self._scheduler.find(key) or self._exports.book.has_ended(key, time.monotonic()):
             return  # it came twice, or its cancel was faster
         length = len(request.token_ids)
-        error: KVFerryError | None = None
+        error = self._stepper.runner.grammars.refusal(request.sampling)
         if not 0 < length < self._max_model_len:
             error = ContextLengthExceeded(
                 f"prompt has {length} tokens, this model takes 1 to {self._max_model_len - 1}", field="prompt"
@@ -345,6 +346,8 @@ class PrefillWorker:
         leased = prompt.request.handoff is not None
         if leased and progress.blocks and not told:
             self._exports.computed(prompt.key, progress.blocks)
+        for start, table in prompt.take_tables():
+            self._link.send(prompt.router, PromptLogprobs(key=prompt.key, start=start, table=table))
         if progress.draw is None:
             return
         finish_reason = self._emit(prompt, progress.draw)

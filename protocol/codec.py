@@ -5,7 +5,8 @@ History of the wire:
 * 1 -- first version, not released yet. Since its first draft: ``Grant.addresses`` (several) in place of
   ``Grant.address``, ``Handover.transport``, ``WorkerLoad.transport_fallbacks``, ``Tokens.logprobs``,
   ``Heartbeat.transfer``, and in ``SamplingParams`` penalties, ``min_p``, ``logit_bias`` and ``logprobs``.
-* 2 -- ``Prefill.seniority``, ``Reserve.seniority`` and ``Reserve.prefill_rate``; ``WorkerLoad.swaps`` and
+* 2 -- ``SamplingParams.grammar``; ``PromptLogprobs``, and ``Prefill.prompt_logprobs`` and ``prompt_logprobs_from`` that
+  ask for them; ``Prefill.seniority``, ``Reserve.seniority``, ``Reserve.prefill_rate``, ``WorkerLoad.swaps`` and
   ``WorkerLoad.swapped_blocks``.
 """
 

@@ -2,7 +2,7 @@
 
 Who sends what::
 
-    router -> prefill   Prefill, Cancel            prefill -> router   Tokens, Failed, Heartbeat
+    router -> prefill   Prefill, Cancel            prefill -> router   PromptLogprobs, Tokens, Failed, Heartbeat
     router -> decode    Reserve, Cancel            decode  -> router   Tokens, Failed, Heartbeat
     decode -> prefill   Grant, Renew, Settle, Abort
     prefill -> decode   Handover, Refuse, Renew
@@ -20,7 +20,8 @@ import msgspec
 from protocol.errors import KVFerryError, error_from_code
 from protocol.ids import Address, BlockId, Peer, RequestKey, Role, Ticket, WorkerId
 from protocol.layout import KVLayout
-from protocol.sampling import FinishReason, SamplingParams, TokenId, TokenLogprobs
+from protocol.prompt_logprobs import PromptLogprobs
+from protocol.sampling import MAX_LOGPROBS, FinishReason, SamplingParams, TokenId, TokenLogprobs
 from protocol.transfer_counts import TransferCounts
 from protocol.wire_layout import WireDtype, WireLayout
 
@@ -177,6 +178,8 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
         handoff: the decode worker that will take over, or None when the request ends with the first token.
         lease_ttl: seconds the lease lives without a sign of its reader.
         cache_salt: prefix-cache namespace.
+        prompt_logprobs: how many alternatives are wanted beside each prompt token's log-probability; None wants none.
+        prompt_logprobs_from: index of the first prompt token of which none is known yet; token 0 has none.
         seniority: seconds that the request counts as having waited, its priority included; may be negative. The higher
             goes first, on both legs and over all attempts.
     """
@@ -188,6 +191,8 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
     handoff: Peer | None
     lease_ttl: Seconds = 30.0
     cache_salt: Salt = ""
+    prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt_logprobs_from: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)] = 1
     seniority: Seniority = 0.0
 
 
@@ -355,7 +360,8 @@ class Refuse(msgspec.Struct, frozen=True, kw_only=True, tag="refuse"):
     error: ErrorInfo
 
 
-Message = Heartbeat | Prefill | Reserve | Cancel | Tokens | Failed | Grant | Renew | Settle | Abort | Handover | Refuse
+_Routed = Heartbeat | Prefill | Reserve | Cancel | PromptLogprobs | Tokens | Failed
+Message = _Routed | Grant | Renew | Settle | Abort | Handover | Refuse
 """Anything that may travel on the request plane."""
 
 
@@ -379,6 +385,7 @@ __all__ = [
     "PoolCounts",
     "Prefill",
     "PrefillAddress",
+    "PromptLogprobs",
     "Refuse",
     "Renew",
     "Reserve",

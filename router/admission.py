@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from protocol.errors import ContextLengthExceeded, InvalidRequest
 from protocol.messages import MAX_SALT, MAX_TOKENS
+from protocol.sampling import MAX_LOGPROBS
 from router.front.generation import Generation
 from router.priority import MAX_PRIORITY
 
@@ -31,6 +32,9 @@ def check_generation(generation: Generation) -> None:
     if len(generation.cache_salt) > MAX_SALT:
         got = len(generation.cache_salt)
         raise InvalidRequest(f"cache_salt must have at most {MAX_SALT} characters, got {got}", field="cache_salt")
+    wanted = generation.prompt_logprobs
+    if wanted is not None and not 0 <= wanted <= MAX_LOGPROBS:
+        raise InvalidRequest(f"prompt_logprobs must be in [0, {MAX_LOGPROBS}], got {wanted}", field="prompt_logprobs")
     if not -MAX_PRIORITY <= generation.priority <= MAX_PRIORITY:
         allowed = f"in [-{MAX_PRIORITY}, {MAX_PRIORITY}]"
         raise InvalidRequest(f"priority must be {allowed}, got {generation.priority}", field="priority")

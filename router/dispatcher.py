@@ -14,7 +14,7 @@ from typing import ParamSpec
 
 from protocol.errors import InvariantViolation, KVFerryError, NoWorkerAvailable, Overloaded
 from protocol.ids import Peer, RequestKey, new_request_id
-from protocol.messages import Cancel, Envelope, Failed, Heartbeat, Message, Tokens
+from protocol.messages import Cancel, Envelope, Failed, Heartbeat, Message, PromptLogprobs, Tokens
 from router.front.generation import Generation, GenerationReport
 from router.instructions import (
     Emit,
@@ -138,6 +138,10 @@ class Dispatcher:
         match envelope.body:
             case Heartbeat() as beat:
                 self._workers_changed(self._registry.heartbeat(envelope.sender, identity, beat, now), now)
+            case PromptLogprobs() as told:
+                live = self._current(identity, told.key, leg_goes_on=True)
+                if live is not None:
+                    self._guarded(live, now, live.machine.prompt_told, envelope.sender, told, now)
             case Tokens() as tokens:
                 live = self._current(identity, tokens.key, leg_goes_on=tokens.finish_reason is None)
                 if live is not None:
@@ -274,7 +278,7 @@ class Dispatcher:
             report = machine.timeline.report(machine.request_id, machine.attempt + 1, now)
             metrics.reached(emit.stage, report, first=not live.answered)
             live.answered = True
-        live.mailbox.put(emit.token_ids, emit.finish_reason, report, emit.logprobs)
+        live.mailbox.put(emit.token_ids, emit.finish_reason, report, emit.logprobs, emit.prompt_logprobs)
         metrics.output_tokens.inc(len(emit.token_ids))
         if emit.finish_reason is not None:
             metrics.ended("finished", emit.finish_reason)

@@ -29,7 +29,7 @@ from protocol.errors import (
     WorkerLost,
 )
 from protocol.ids import Peer, RequestKey
-from protocol.messages import MAX_TEXT, MAX_TOKENS, Failed, Prefill, PrefillAddress, Reserve, Tokens
+from protocol.messages import MAX_TEXT, MAX_TOKENS, Failed, Prefill, PrefillAddress, PromptLogprobs, Reserve, Tokens
 from router.admission import check_generation
 from router.front.generation import Generation
 from router.instructions import (
@@ -45,6 +45,7 @@ from router.instructions import (
 )
 from router.policy import Placement
 from router.priority import seniority
+from router.prompt_record import PromptRecord
 from router.request_table import REQUEST_TABLE, RequestEvent, RequestState
 from router.timeline import Timeline
 
@@ -95,6 +96,7 @@ class RequestMachine:
         self._timeout = timeout
         self._tracker = REQUEST_TABLE.start(request_id)
         self._emitted: list[int] = []
+        self._record = PromptRecord(generation.prompt_logprobs, len(generation.token_ids))
         self._failures = 0
         self._setbacks = 0
         self._last_cause: KVFerryError | None = None
@@ -185,6 +187,8 @@ class RequestMachine:
             handoff=None if decode is None else decode.peer,
             lease_ttl=self._limits.lease_ttl,
             cache_salt=generation.cache_salt,
+            prompt_logprobs=self._record.wanted,
+            prompt_logprobs_from=self._record.next,
             seniority=senior,
         )
         return [*opened, SendPrefill(prefill.peer, message)]
@@ -203,6 +207,14 @@ class RequestMachine:
         """A worker joined."""
         return [self._need_placement()] if self._wait_until < math.inf and not self.ended else []
 
+    def prompt_told(self, sender: Peer, message: PromptLogprobs, now: float) -> list[Instruction]:
+        """Log-probabilities of prompt tokens came; they go out with the first token."""
+        if message.key != self.key or sender != self._legs()[0] or self.state is not RequestState.PREFILLING:
+            return []
+        if self._record.add(message.start, message.table):
+            return []
+        return self._gap(f"prompt tokens are told of from {message.start} on, not from {self._record.next}", now)
+
     def tokens(self, sender: Peer, message: Tokens, now: float) -> list[Instruction]:
         """Output tokens came."""
         prefill, decode = self._legs()
@@ -215,6 +227,8 @@ class RequestMachine:
             return []
         if sender == prefill and not prefilling:
             return []
+        if prefilling and self._record.wanted is not None:
+            return self._gap(f"the first token came, and prompt tokens were told of up to {self._record.next}", now)
         out = self._take(message, RequestEvent.PREFILLED if prefilling else RequestEvent.DECODED, now)
         if self.state is RequestState.PREFILLING:
             return out
@@ -302,10 +316,10 @@ class RequestMachine:
             self._tracker.move(event)
             if event is RequestEvent.DECODED:
                 self._stalls_at = now + self._limits.stall_timeout
-            return [Emit(fresh, None, stage, logprobs)]
+            return [Emit(fresh, None, stage, logprobs, self._record.take())]
         self._tracker.move(RequestEvent.COMPLETED)
         self.timeline.ended = now
-        out: list[Instruction] = [Emit(fresh, finish, stage, logprobs)]
+        out: list[Instruction] = [Emit(fresh, finish, stage, logprobs, self._record.take())]
         _, decode = self._legs()
         # Prefill ends with its one token, but only a decode leg that said itself that this is the end has ended.
         if decode is not None and (stage is Stage.PREFILLED or message.finish_reason is None):

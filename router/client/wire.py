@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import ssl
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,8 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 MODELS = "/v1/models"
 HEALTH = "/health"
+TOKENIZE = "/tokenize"
+DETOKENIZE = "/detokenize"
 
 RETRIED_STATUSES = frozenset({429, 503})
 MAX_PAUSE = 10.0
@@ -91,11 +94,35 @@ def stream_request(prompt: Prompt | Messages, model: str, params: Mapping[str, A
     return COMPLETIONS, _body({"model": model, "prompt": prompt, **options})
 
 
+def tokenize_body(text: str | Messages, fields: Mapping[str, Any]) -> bytes:
+    """The JSON of a tokenize request, of a prompt or a chat."""
+    return _body({"prompt" if isinstance(text, str) else "messages": text, **fields})
+
+
+def detokenize_body(token_ids: Sequence[int], model: str | None) -> bytes:
+    """The JSON of a detokenize request."""
+    return _body({"tokens": token_ids, "model": model})
+
+
 def _body(fields: Mapping[str, Any]) -> bytes:
     try:
         return msgspec.json.encode({name: value for name, value in fields.items() if value is not None})
     except UnicodeEncodeError as error:
         raise InvalidRequest(f"the request is not valid Unicode text: {error}") from error
+
+
+def client_trust(ca_file: str | None) -> ssl.SSLContext | bool:
+    """Whose word is taken for a router that speaks TLS, as httpx wants it.
+
+    Raises:
+        ConfigError: ``ca_file`` cannot be read.
+    """
+    if ca_file is None:
+        return True
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"ca_file {ca_file} cannot be used: {error}", field="ca_file") from error
 
 
 def client_headers(api_key: str | None) -> dict[str, str]:

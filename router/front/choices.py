@@ -26,14 +26,24 @@ class Choices:
 
     Attributes:
         texts: by index; their token counts and reports are final once all pieces came.
+        leaders: for each the index of the first one of the same prompt.
     """
 
     def __init__(self, service: GenerationService, decoder: TextDecoder, plan: Plan) -> None:
         self._service = service
         self._plan = plan
         self.texts = tuple(
-            OutputText(decoder, plan.stops, generation.sampling.min_tokens) for generation in plan.generations
+            OutputText(
+                decoder,
+                plan.stops,
+                generation.sampling.min_tokens,
+                shows_tokens=plan.logprobs is not None,
+                echo=plan.echoes[index // plan.candidates] if plan.echoes else None,
+                silent=plan.silent,
+            )
+            for index, generation in enumerate(plan.generations)
         )
+        self.leaders = plan.leaders()
 
     def pieces(self) -> AsyncGenerator[Indexed, None]:
         """Pieces of all choices as they come, each with its choice's index.
@@ -83,10 +93,9 @@ class Choices:
             await first_token[leader].wait()
             await feed(index)
 
-        leaders = self._leaders()
         tasks = [
             asyncio.create_task(feed(index) if leader == index else follow(index, leader))
-            for index, leader in enumerate(leaders)
+            for index, leader in enumerate(self.leaders)
         ]
         try:
             open_choices = len(tasks)
@@ -102,10 +111,3 @@ class Choices:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _leaders(self) -> list[int]:
-        """For each choice the first one of the same prompt."""
-        first: dict[tuple[int, ...], int] = {}
-        return [
-            first.setdefault(generation.token_ids, index) for index, generation in enumerate(self._plan.generations)
-        ]

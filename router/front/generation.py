@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from protocol.prompt_logprobs import LogprobTable
 from protocol.sampling import FinishReason, SamplingParams, TokenLogprobs
 
 
@@ -21,6 +22,7 @@ class Generation:
         sampling: how to draw; end-of-sequence ids are among its stop token ids.
         cache_salt: prefix-cache namespace.
         timeout: seconds for the whole request; None takes the service's default.
+        prompt_logprobs: how many alternatives are wanted beside each prompt token's log-probability; None wants none.
         priority: of the request among others; lower is earlier.
     """
 
@@ -28,6 +30,7 @@ class Generation:
     sampling: SamplingParams
     cache_salt: str = ""
     timeout: float | None = None
+    prompt_logprobs: int | None = None
     priority: int = 0
 
 
@@ -78,12 +81,14 @@ class Output:
         report: set on the last output. An earlier output may carry what is known so far: it is all that a
             generation closed by a stop string ever reports.
         logprobs: one per token where the sampling asks for them, none elsewhere.
+        prompt_logprobs: on the first output, a row for each prompt token but the first; where they were asked for.
     """
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     report: GenerationReport | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[LogprobTable, ...] = ()
 
 
 @dataclass(frozen=True)

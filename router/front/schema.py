@@ -5,7 +5,7 @@ A field typed ``Any`` is not served; it is here so that a value that asks for so
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -17,6 +17,8 @@ MAX_STOPS = 4
 MAX_STOP_LENGTH = 256
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
+MAX_CHOICES = 1024
+"""Texts that an answer may be one of."""
 
 StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 TokenKey = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,10}$")]
@@ -41,10 +43,41 @@ class ChatMessage(msgspec.Struct, frozen=True):
     function_call: Any = None
 
 
+Messages = Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+
 class StreamOptions(msgspec.Struct, frozen=True):
     """How a stream is sent."""
 
     include_usage: bool | None = None
+
+
+class JsonSchema(msgspec.Struct, frozen=True):
+    """What a JSON answer must look like."""
+
+    name: str | None = None
+    schema: dict[str, Any] | bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    """OpenAI's way to ask for a form."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+Choices = Annotated[
+    list[Annotated[str, msgspec.Meta(min_length=1)]], msgspec.Meta(min_length=1, max_length=MAX_CHOICES)
+]
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True):
+    """vLLM's way to ask for a form: one of these."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,13 +107,20 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float | None = None
     min_p: float | None = None
 
-    response_format: Any = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+
+    prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     """Body of ``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -101,5 +141,27 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
-    echo: Any = None
+    echo: bool | None = None
+
     suffix: Any = None
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of ``POST /tokenize``: a prompt, or the messages of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+    tools: Any = None
+    continue_final_message: Any = None
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of ``POST /detokenize``."""
+
+    tokens: list[TokenId]
+    model: str | None = None

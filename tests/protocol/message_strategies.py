@@ -30,6 +30,7 @@ from protocol.messages import (
     WorkerLoad,
     WorkerProfile,
 )
+from protocol.prompt_logprobs import LogprobTable, PromptLogprobs
 from protocol.sampling import SamplingParams
 from protocol.transfer_counts import SCALES, Outcome, PathCounts, TransferCounts
 
@@ -131,6 +132,14 @@ stage_times = st.builds(
     transport=st.sampled_from(["", "tcp", "ucx"]),
 )
 
+
+@st.composite
+def logprob_tables(draw: st.DrawFn) -> LogprobTable:
+    width, rows = draw(st.integers(0, 20)), draw(st.integers(1, 4))
+    columns = [draw(st.binary(min_size=4 * size, max_size=4 * size)) for size in (rows, rows, rows * width)]
+    return LogprobTable(width, *columns, draw(st.binary(min_size=len(columns[-1]), max_size=len(columns[-1]))))
+
+
 _leg = {
     "key": keys,
     "token_ids": token_lists,
@@ -143,11 +152,18 @@ _leg = {
 
 MESSAGES: dict[type[Message], st.SearchStrategy[Message]] = {
     Heartbeat: st.builds(Heartbeat, profile=profiles, load=loads, transfer=transfers),
-    Prefill: st.builds(Prefill, handoff=st.none() | peers, **_leg),
+    Prefill: st.builds(
+        Prefill,
+        handoff=st.none() | peers,
+        prompt_logprobs=st.none() | st.integers(0, 20),
+        prompt_logprobs_from=st.integers(1, 1 << 20),
+        **_leg,
+    ),
     Reserve: st.builds(
         Reserve, prefill=st.builds(PrefillAddress, peer=peers, endpoint=addresses), prefill_rate=rates, **_leg
     ),
     Cancel: st.builds(Cancel, key=keys, reason=texts),
+    PromptLogprobs: st.builds(PromptLogprobs, key=keys, start=st.integers(1, 1 << 20), table=logprob_tables()),
     Tokens: st.builds(
         Tokens,
         key=keys,

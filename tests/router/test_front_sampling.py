@@ -80,6 +80,9 @@ def test_a_priority_arrives(path: str, given: dict[str, Any], http: httpx.Client
         ("logit_bias", {"5": 101}, "logit_bias"),
         ("logit_bias", {"9999999": 1}, "logit_bias[0]"),
         ("logit_bias", [5], "logit_bias"),
+        ("prompt_logprobs", -1, "prompt_logprobs"),
+        ("prompt_logprobs", 21, "prompt_logprobs"),
+        ("prompt_logprobs", True, "prompt_logprobs"),
     ],
 )
 def test_each_value_out_of_range_is_named(path: str, field: str, value: Any, param: str, http: httpx.Client) -> None:
@@ -92,7 +95,13 @@ def test_each_value_out_of_range_is_named(path: str, field: str, value: Any, par
     [
         ("/v1/completions", {"logprobs": True}, "invalid_request", "logprobs"),
         ("/v1/completions", {"logprobs": 21}, "invalid_request", "logprobs"),
-        ("/v1/completions", {"best_of": 3, "n": 2}, "unsupported_field", "best_of"),
+        ("/v1/completions", {"best_of": 2, "n": 3}, "invalid_request", "best_of"),
+        ("/v1/completions", {"best_of": 0}, "invalid_request", "best_of"),
+        ("/v1/completions", {"best_of": "2"}, "invalid_request", "best_of"),
+        ("/v1/completions", {"best_of": 65}, "invalid_request", "best_of"),
+        ("/v1/completions", {"best_of": 3, "n": 2, "stream": True}, "invalid_request", "best_of"),
+        ("/v1/completions", {"echo": "yes"}, "invalid_request", "echo"),
+        ("/v1/completions", {"echo": True, "max_tokens": -1}, "invalid_request", "max_tokens"),
         ("/v1/completions", {"n": 40, "prompt": ["a", "b"]}, "invalid_request", "n"),
         ("/v1/chat/completions", {"logprobs": 1}, "invalid_request", "logprobs"),
         ("/v1/chat/completions", {"top_logprobs": 2}, "invalid_request", "top_logprobs"),
