@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from kv_transfer.choice import AUTO, MODES
+from kv_transfer.choice import AUTO, GPUDIRECT_BY, MODES
+from kv_transfer.transport import GPUDIRECT, GpuDirect
 from protocol.errors import ConfigError
 from protocol.wire_layout import WireDtype
 
@@ -46,6 +47,9 @@ class EngineSection(msgspec.Struct, frozen=True, kw_only=True):
         max_sequences: sequences in one step.
         attention: attention backend, or "auto".
         prefix_cache: keep and share full blocks of earlier prompts.
+        cuda_graphs: "auto" captures steps of decodes on a GPU, "off" launches them kernel by kernel.
+        cuda_graph_batches: sizes of batch that are captured, ascending; None chooses.
+        pool_memory: the pool's memory in place of num_blocks: "8GiB", or "60%" of what is free after the weights.
     """
 
     dtype: str | None = None
@@ -58,10 +62,19 @@ class EngineSection(msgspec.Struct, frozen=True, kw_only=True):
     max_sequences: int | None = None
     attention: str | None = None
     prefix_cache: bool | None = None
+    cuda_graphs: Literal["auto", "off"] | None = None
+    cuda_graph_batches: tuple[int, ...] | None = None
+    pool_memory: str | None = None
 
     def given(self) -> dict[str, Any]:
         """The settings that are not None."""
         return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+
+    def differing(self, own: EngineSection) -> dict[str, Any]:
+        """These settings with those of ``own`` in their place; the pool's size may be said in the other way there."""
+        other = {"num_blocks": "pool_memory", "pool_memory": "num_blocks"}
+        replaced = {other[name] for name in own.given() if name in other}
+        return {name: value for name, value in self.given().items() if name not in replaced} | own.given()
 
 
 class RoleSection(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,6 +105,39 @@ class RoleSection(msgspec.Struct, frozen=True, kw_only=True):
             ("gpus", 0 <= self.gpus <= 64, "in [0, 64]"),
             ("threads", self.threads is None or 1 <= self.threads <= 1024, "in [1, 1024], or null"),
         )
+
+
+class SpeculationSection(msgspec.Struct, frozen=True, kw_only=True):
+    """Speculative decoding; what is None keeps the default of decode_worker.speculation.Speculation.
+
+    Attributes:
+        method: "ngram" guesses from what the prompt and the output have said before; null guesses nothing.
+        tokens: most tokens guessed at once.
+        min_match, max_match: fewest and most last tokens that are looked up.
+    """
+
+    method: str | None = None
+    tokens: int | None = None
+    min_match: int | None = None
+    max_match: int | None = None
+
+    def __post_init__(self) -> None:
+        given = self.given()
+        _check(self, ("method", not given or "method" in given, f"set, for {', '.join(given)} to mean something"))
+
+    def given(self) -> dict[str, Any]:
+        """The settings that are not None."""
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+
+
+class DecodeSection(RoleSection, frozen=True, kw_only=True):
+    """The decode workers.
+
+    Attributes:
+        speculation: whether they guess tokens ahead of the model, and how.
+    """
+
+    speculation: SpeculationSection = SpeculationSection()
 
 
 class RouterSection(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,6 +188,8 @@ class TransferSection(msgspec.Struct, frozen=True, kw_only=True):
         layers_per_ship: the last chunk of a prompt ships in ranges of so many layers while its later ones compute; 0
             ships it whole, once its step has ended.
         wire_dtype: element type in which blocks cross; None is that of the decode worker's pool.
+        gpudirect: with transport "ucx", whether RDMA reads and writes pools on GPUs itself: "auto" where it can, "on"
+            in any case, or "off", by pinned host memory.
     """
 
     transport: str = AUTO
@@ -151,6 +199,7 @@ class TransferSection(msgspec.Struct, frozen=True, kw_only=True):
     checksum: bool = False
     layers_per_ship: int = 15
     wire_dtype: WireDtype | None = None
+    gpudirect: GpuDirect = "auto"
 
     def __post_init__(self) -> None:
         _check(
@@ -160,7 +209,18 @@ class TransferSection(msgspec.Struct, frozen=True, kw_only=True):
             ("lease_ttl", 0 < self.lease_ttl <= 3600, "in (0, 3600] seconds"),
             ("timeout", 0 < self.timeout <= 3600, "in (0, 3600] seconds"),
             ("layers_per_ship", 0 <= self.layers_per_ship <= 1 << 20, "in [0, 1048576]"),
+            ("gpudirect", self.gpudirect in GPUDIRECT, f"one of {', '.join(GPUDIRECT)}"),
         )
+        if self.gpudirect == "on":
+            for field, fits, wanted in (
+                ("transport", self.transport == GPUDIRECT_BY, f"{GPUDIRECT_BY!r}"),
+                ("checksum", not self.checksum, "false: the bytes do not pass a CPU"),
+                ("wire_dtype", self.wire_dtype is None, "null: nothing is converted"),
+            ):
+                if not fits:
+                    raise ConfigError(
+                        f"gpudirect 'on' wants {field} {wanted}, got {getattr(self, field)!r}", field="gpudirect"
+                    )
 
 
 class RaySection(msgspec.Struct, frozen=True, kw_only=True):
@@ -214,7 +274,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     served_name: str | None = None
     engine: EngineSection = EngineSection()
     prefill: RoleSection = RoleSection()
-    decode: RoleSection = RoleSection()
+    decode: DecodeSection = DecodeSection()
     router: RouterSection = RouterSection()
     transfer: TransferSection = TransferSection()
     ray: RaySection = RaySection()

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from decode_worker.preemption import PREEMPTIONS, Preemption
+from decode_worker.speculation import Speculation
 from engine.config import EngineConfig
 from kv_transfer.choice import AUTO, MODES
+from kv_transfer.transport import GPUDIRECT, GpuDirect
 from protocol.errors import ConfigError
 from protocol.wire_layout import WIRE_ITEMSIZE, WireDtype
 
@@ -25,12 +27,14 @@ class DecodeConfig:
         transfer_timeout: seconds without progress after which a connection is given up.
         transfer_checksum: take no blocks without a checksum.
         secret: what everybody must know who speaks with this worker; empty lets everybody in.
+        gpudirect: whether RDMA reads and writes a pool on a GPU itself: where it can, always, or never.
         wire_dtype: element type in which blocks cross; None is the pool's own. Another one costs precision.
         max_waiting: requests in the queue for a reservation before new ones are refused.
         preemption: how a sequence makes room when the pool is full: "swap", into host memory while there is any left;
             "recompute", by a fresh prefill; "auto", by what is predicted to cost less.
         swap_bytes: host memory at most for sequences that are swapped out. On a CPU its pages are taken only when it
             comes to that; on a GPU all of it is pinned.
+        speculation: how tokens are guessed ahead of the model; None guesses none.
 
     Raises:
         ConfigError: names the field and the value.
@@ -45,10 +49,12 @@ class DecodeConfig:
     transfer_timeout: float = 10.0
     transfer_checksum: bool = False
     secret: str = field(default="", repr=False)
+    gpudirect: GpuDirect = "auto"
     wire_dtype: WireDtype | None = None
     max_waiting: int = 1024
     preemption: Preemption = "auto"
     swap_bytes: int = 256 << 20
+    speculation: Speculation | None = None
 
     def __post_init__(self) -> None:
         for name, valid, wanted in (
@@ -56,6 +62,7 @@ class DecodeConfig:
             ("model_name", bool(self.model_name), "a non-empty string"),
             ("routers", bool(self.routers), "at least one hub endpoint"),
             ("transport", self.transport in MODES, f"one of {', '.join(MODES)}"),
+            ("gpudirect", self.gpudirect in GPUDIRECT, f"one of {', '.join(GPUDIRECT)}"),
             ("transfer_timeout", self.transfer_timeout > 0, "above 0"),
             ("wire_dtype", self.wire_dtype in (None, *WIRE_ITEMSIZE), f"one of {', '.join(WIRE_ITEMSIZE)}, or None"),
             ("max_waiting", self.max_waiting >= 1, "at least 1"),

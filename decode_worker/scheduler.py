@@ -11,57 +11,32 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from itertools import islice
 from operator import attrgetter
 
+from decode_worker.reach import Reach
 from decode_worker.sequence import (
     SEQUENCES,
     Sequence,
     SequenceEvent,
     SequenceState,
+    forked,
     import_owner,
+    seal_last,
     table_owner,
 )
+from decode_worker.shared_tails import SharedTails
+from decode_worker.speculator import Speculator
+from decode_worker.step import Output, Step
 from decode_worker.swap_book import SwapBook
-from engine.batch import Chunk, Draw
+from engine.batch import Draw
 from engine.block_pool import BlockPool
-from engine.prefix_index import block_hashes, extend, root_hash
+from engine.prefix_index import block_hashes
 from protocol.errors import PoolExhausted
 from protocol.ids import Peer, RequestKey
+from protocol.layout import PADDING_BLOCK
 from protocol.messages import Reserve
 from protocol.sampling import FinishReason
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """One token of one sequence.
-
-    Attributes:
-        sequence: whose.
-        start: the token's index in the request's whole output.
-        draw: the token.
-        finish_reason: set on the last.
-    """
-
-    sequence: Sequence
-    start: int
-    draw: Draw
-    finish_reason: FinishReason | None
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What the next step computes, and who had to make room for it.
-
-    Attributes:
-        sequences: one token each.
-        preempted: already dropped; their imports are still to be closed, and the router to be told.
-        swapped_out: still to be copied to their slots; their blocks come free when that is done.
-    """
-
-    sequences: tuple[Sequence, ...]
-    preempted: tuple[Sequence, ...]
-    swapped_out: tuple[Sequence, ...] = ()
 
 
 class DecodeScheduler:
@@ -73,6 +48,8 @@ class DecodeScheduler:
         max_sequences: reserved and running side by side.
         swaps: host memory for sequences that make room; by default there is none.
         prefers_swap: whether a sequence is better swapped out than prefilled anew.
+        window: tokens that the model reads back at most; 0 for all.
+        speculator: drafts tokens for the steps; None where they have one row per sequence.
     """
 
     def __init__(
@@ -83,16 +60,21 @@ class DecodeScheduler:
         max_sequences: int,
         swaps: SwapBook | None = None,
         prefers_swap: Callable[[Sequence], bool] = lambda sequence: True,
+        window: int = 0,
+        speculator: Speculator | None = None,
     ) -> None:
         self._pool = pool
         self._swaps = SwapBook(0) if swaps is None else swaps
         self._prefers_swap = prefers_swap
+        self._speculator = speculator
         self._block_size = block_size
         self._max_sequences = max_sequences
         self._arrivals = 0
         self._waiting: list[Sequence] = []
         self._live: dict[RequestKey, Sequence] = {}
         self._in_step: tuple[Sequence, ...] = ()
+        self._tails = SharedTails(pool)
+        self._reach = Reach(pool, window)
 
     @property
     def waiting(self) -> int:
@@ -108,6 +90,15 @@ class DecodeScheduler:
     def running(self) -> int:
         """Sequences that are generating."""
         return sum(sequence.tracker.state is SequenceState.RUNNING for sequence in self._live.values())
+
+    @property
+    def empty_slots(self) -> int:
+        """Slots behind the last token of each sequence, less than a block of each; those of a shared block once."""
+        ends = {
+            sequence.block_table[-1]: len(sequence.block_table) * self._block_size - len(sequence.token_ids)
+            for sequence in self._live.values()
+        }
+        return sum(max(0, slots) for slots in ends.values())
 
     @property
     def idle(self) -> bool:
@@ -135,6 +126,10 @@ class DecodeScheduler:
             if sequence.tracker.state in (SequenceState.WAITING, SequenceState.IMPORTING)
         )
 
+    @property
+    def _lanes(self) -> int:
+        return sum(sequence.lanes for sequence in self._live.values())
+
     def add(self, request: Reserve, router: Peer, now: float) -> Sequence:
         """Queue a request for a reservation, behind those that are its seniors or its equals."""
         sequence = Sequence(
@@ -146,8 +141,9 @@ class DecodeScheduler:
             token_ids=list(request.token_ids),
             hashes=block_hashes(request.token_ids, self._block_size, request.cache_salt.encode()),
             produced=request.emitted,
+            lanes=1 + len(request.forks),
         )
-        self._arrivals += 1
+        self._arrivals += sequence.lanes
         insort(self._waiting, sequence, key=attrgetter("order"))
         return sequence
 
@@ -158,9 +154,9 @@ class DecodeScheduler:
             Sequences that are IMPORTING now, and such that are SWAPPING_IN: their slots are still to be copied.
         """
         admitted = []
-        while len(self._live) < self._max_sequences:
+        while True:
             sequence = min((*self._waiting[:1], *self._swaps.senior()), key=attrgetter("order"), default=None)
-            if sequence is None or not self._place(sequence):
+            if sequence is None or self._lanes + sequence.lanes > self._max_sequences or not self._place(sequence):
                 break
             self._live[sequence.key] = sequence
             if sequence.tracker.state is SequenceState.SWAPPED:
@@ -177,12 +173,32 @@ class DecodeScheduler:
         sequence = self._live[key]
         self._pool.move_all(import_owner(key), table_owner(key))
         sequence.tracker.move(SequenceEvent.COMMIT)
+        sequence.lanes = 1
         sequence.computed = len(sequence.token_ids)
         sequence.token_ids.append(next_token)
         sequence.produced += 1
         sequence.committed = now
         for index in range(sequence.cached_blocks, len(sequence.hashes)):
             self._pool.seal(sequence.block_table[index], sequence.hashes[index])
+        self._reach.let_go(sequence)
+        if self._speculator is not None:
+            self._speculator.begin(sequence)
+        return sequence
+
+    def fork(self, first: Sequence, index: int, next_token: int) -> Sequence:
+        """One more continuation of a prompt that has just committed: it shares every block of ``first``.
+
+        Args:
+            first: the sequence that came with the import.
+            index: of the fork in its request.
+            next_token: the fork's own first token.
+        """
+        sequence = forked(first, index, next_token)
+        self._pool.share(table_owner(sequence.key), sequence.block_table[first.passed :])
+        self._live[sequence.key] = sequence
+        sequence.tracker.move(SequenceEvent.FORK)
+        if self._speculator is not None:
+            self._speculator.begin(sequence)
         return sequence
 
     def next_step(self) -> Step:
@@ -196,32 +212,27 @@ class DecodeScheduler:
             # Growing one sequence may preempt a later one of this very list, so the state is read when its turn comes.
             if sequence.tracker.state is SequenceState.RUNNING and self._grow(sequence, preempted, swapped_out)
         )
+        if self._speculator is not None:
+            self._speculator.draft(self._in_step, self._lanes)
         return Step(self._in_step, tuple(preempted), tuple(swapped_out))
 
     def complete_step(self, draws: Seq[Draw | None]) -> list[Output]:
-        """Account for the step that :meth:`next_step` gave; ``draws`` holds one entry per sequence."""
+        """Account for the step that :meth:`next_step` gave; ``draws`` holds one per chunk of :func:`chunks_of`."""
         outputs = []
-        for sequence, draw in zip(self._in_step, draws, strict=True):
-            assert draw is not None, "every sequence of a decode step draws a token"
+        left = iter(draws)
+        for sequence in self._in_step:
+            drawn = tuple(islice(left, 1 + len(sequence.draft)))
             if sequence.tracker.state is SequenceState.LEAVING:
                 self._leave(sequence)
                 continue
-            sequence.computed += 1
-            self._seal_last(sequence)
-            output = Output(
-                sequence,
-                sequence.produced,
-                draw,
-                sequence.request.sampling.finish_reason(draw.token_id, sequence.produced + 1),
-            )
-            sequence.token_ids.append(draw.token_id)
-            sequence.produced += 1
+            output = self._advance(sequence, drawn)
             outputs.append(output)
             if output.finish_reason is not None:
                 sequence.tracker.move(SequenceEvent.FINISH)
                 del self._live[sequence.key]
                 self._pool.release_all(table_owner(sequence.key))
-        self._in_step = ()
+        assert next(left, None) is None, "more was drawn than the step had rows"
+        self._end_step()
         return outputs
 
     def fail_step(self) -> list[Sequence]:
@@ -232,7 +243,7 @@ class DecodeScheduler:
                 sequence.tracker.move(SequenceEvent.DROP_IN_STEP)
                 failed.append(sequence)
             self._leave(sequence)
-        self._in_step = ()
+        self._end_step()
         return failed
 
     def copied(self, sequence: Sequence, now: float) -> None:
@@ -295,6 +306,31 @@ class DecodeScheduler:
         sequence.tracker.move(SequenceEvent.DROP)
         return sequence
 
+    def _end_step(self) -> None:
+        self._in_step = ()
+        self._tails.step_ended()
+
+    def _advance(self, sequence: Sequence, drawn: Seq[Draw | None]) -> Output:
+        """Take what was drawn for a sequence, up to the first token that its draft did not foresee."""
+        start = sequence.produced
+        kept: list[Draw] = []
+        self._tails.copied(sequence)
+        finish_reason: FinishReason | None = None
+        for draw, foreseen in zip(drawn, (*sequence.draft, None), strict=True):
+            assert draw is not None, "every row of a decode step draws a token"
+            sequence.computed += 1
+            seal_last(sequence, self._pool)
+            sequence.token_ids.append(draw.token_id)
+            sequence.produced += 1
+            kept.append(draw)
+            finish_reason = sequence.request.sampling.finish_reason(draw.token_id, sequence.produced)
+            if finish_reason is not None or draw.token_id != foreseen:
+                break
+        if self._speculator is not None:
+            self._speculator.settle(sequence, accepted=len(kept) - 1)
+        self._reach.let_go(sequence)
+        return Output(sequence, start, tuple(kept), finish_reason)
+
     def _leave(self, sequence: Sequence, event: SequenceEvent = SequenceEvent.STEP_ENDED) -> None:
         sequence.tracker.move(event)
         del self._live[sequence.key]
@@ -304,11 +340,12 @@ class DecodeScheduler:
     def _place(self, sequence: Sequence) -> bool:
         key = sequence.key
         back = sequence.tracker.state is SequenceState.SWAPPED
-        hit = self._pool.match(sequence.hashes)
+        # What a window has passed is not wanted, and what comes after it is not looked for without it.
+        hit = [] if sequence.passed else self._pool.match(sequence.hashes)
         self._pool.share(table_owner(key), hit)
         wanted = (len(sequence.slots) if back else -(-len(sequence.token_ids) // self._block_size)) - len(hit)
         # Every sequence already there, and this one, may need one more block at its next step.
-        if self._live and self._pool.available < wanted + len(self._live) + 1:
+        if self._live and self._pool.available < wanted + self._lanes + sequence.lanes:
             self._pool.release_all(table_owner(key))
             return False
         try:
@@ -316,16 +353,17 @@ class DecodeScheduler:
         except PoolExhausted:
             self._pool.release_all(table_owner(key))
             return False
-        sequence.block_table = [*hit, *fresh]
-        sequence.cached_blocks = len(hit)
+        sequence.block_table = [*[PADDING_BLOCK] * sequence.passed, *hit, *fresh]
+        sequence.cached_blocks = sequence.passed + len(hit)
         return True
 
     def _grow(self, sequence: Sequence, preempted: list[Sequence], swapped_out: list[Sequence]) -> bool:
-        if sequence.computed < len(sequence.block_table) * self._block_size:
-            return True
+        index = sequence.computed // self._block_size
         while True:
+            if index < len(sequence.block_table) and not self._tails.shared(sequence.block_table[index]):
+                return True
             try:
-                sequence.block_table += self._pool.allocate(table_owner(sequence.key), 1)
+                (block,) = self._pool.allocate(table_owner(sequence.key), 1)
             except PoolExhausted:
                 victim = max(self._live.values(), key=attrgetter("order"))
                 if victim is sequence and len(self._live) == 1:
@@ -344,36 +382,13 @@ class DecodeScheduler:
                 if state is SequenceState.IMPORTING or victim is sequence:
                     return False
             else:
+                self._tails.put(sequence, index, block)
                 return True
 
     def _swap_out(self, victim: Sequence) -> bool:
-        slots = -(-victim.computed // self._block_size)
+        slots = -(-victim.computed // self._block_size) - victim.passed
         if not self._swaps.fits(slots) or not self._prefers_swap(victim):
             return False
         victim.tracker.move(SequenceEvent.SWAP_OUT)
         victim.slots = self._swaps.take(victim.key, slots)
         return True
-
-    def _seal_last(self, sequence: Sequence) -> None:
-        if sequence.computed % self._block_size:
-            return
-        index = sequence.computed // self._block_size - 1
-        parent = sequence.hashes[-1] if sequence.hashes else root_hash(sequence.request.cache_salt.encode())
-        stop = sequence.computed
-        sequence.hashes.append(extend(parent, sequence.token_ids[stop - self._block_size : stop]))
-        self._pool.seal(sequence.block_table[index], sequence.hashes[index])
-
-
-def chunks_of(sequences: Seq[Sequence]) -> list[Chunk]:
-    """The engine's view of a step: the last token of each sequence."""
-    return [
-        Chunk(
-            token_ids=sequence.token_ids[sequence.computed :],
-            start=sequence.computed,
-            block_table=sequence.block_table,
-            sampling=sequence.request.sampling,
-            position=sequence.produced,
-            history=sequence.token_ids if sequence.request.sampling.looks_back else (),
-        )
-        for sequence in sequences
-    ]

@@ -1,10 +1,13 @@
-"""One sequence on the decode side, and the table of its moves.
+r"""One sequence on the decode side, and the table of its moves.
 
 Life cycle::
 
     WAITING --reserve--> IMPORTING --commit--> RUNNING --finish--> FINISHED
     RUNNING --swap out--> SWAPPING_OUT --copied--> SWAPPED --swap in--> SWAPPING_IN --copied--> RUNNING
     any of them --drop--> GONE, by way of LEAVING while a step or a copy is at its blocks
+
+A fork of a sequence that has just committed goes from WAITING to RUNNING at once: it shares the other's blocks, the
+last and partial one too, until one of them writes that.
 """
 
 from __future__ import annotations
@@ -12,8 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from engine.block_pool import HolderKind, Owner
-from engine.prefix_index import BlockHash
+import msgspec
+
+from decode_worker.drafter import Drafter
+from engine.block_pool import BlockPool, HolderKind, Owner
+from engine.prefix_index import BlockHash, extend, root_hash
 from protocol.ids import Peer, RequestKey
 from protocol.messages import Reserve, StageTimes
 from protocol.transitions import Tracker, TransitionTable
@@ -38,6 +44,7 @@ class SequenceEvent(Enum):
 
     RESERVE = auto()
     COMMIT = auto()
+    FORK = auto()
     FINISH = auto()
     SWAP_OUT = auto()
     SWAP_IN = auto()
@@ -55,6 +62,7 @@ SEQUENCES = TransitionTable(
     {
         (SequenceState.WAITING, SequenceEvent.RESERVE): SequenceState.IMPORTING,
         (SequenceState.WAITING, SequenceEvent.DROP): SequenceState.GONE,
+        (SequenceState.WAITING, SequenceEvent.FORK): SequenceState.RUNNING,
         (SequenceState.IMPORTING, SequenceEvent.COMMIT): SequenceState.RUNNING,
         (SequenceState.IMPORTING, SequenceEvent.DROP): SequenceState.GONE,
         (SequenceState.RUNNING, SequenceEvent.FINISH): SequenceState.FINISHED,
@@ -105,8 +113,15 @@ class Sequence:
         block_table: physical blocks.
         cached_blocks: leading blocks found in this worker's own prefix cache when it got its blocks.
         slots: of its blocks in host memory, while it is out or on its way.
+        passed: leading blocks that lie out of reach, given back; the padding block stands in their place.
+        cached_blocks: leading blocks found in this worker's own prefix cache.
+        lanes: sequences that it comes to once it has forked.
+        copied: ``(source, target)`` of a shared block that the next step copies before it writes; the hold on the
+            source goes when that step has ended.
         hashes: of the full blocks so far.
         times: of the handoff, sent with the first tokens.
+        drafter: guesses how it goes on; None before it runs, and where nothing is guessed.
+        draft: what the step under way tries after its last token.
     """
 
     request: Reserve
@@ -121,9 +136,14 @@ class Sequence:
     committed: float = 0.0
     swapped: float = 0.0
     block_table: list[int] = field(default_factory=list)
+    passed: int = 0
     cached_blocks: int = 0
     slots: list[int] = field(default_factory=list)
+    lanes: int = 1
+    copied: tuple[int, int] | None = None
     times: StageTimes | None = None
+    drafter: Drafter | None = None
+    draft: tuple[int, ...] = ()
 
     @property
     def key(self) -> RequestKey:
@@ -135,3 +155,33 @@ class Sequence:
         """Whether its blocks are being copied to or from host memory, dropped or not."""
         copies = (SequenceState.SWAPPING_OUT, SequenceState.SWAPPING_IN)
         return self.tracker.state in copies or (self.tracker.state is SequenceState.LEAVING and bool(self.slots))
+
+
+def forked(first: Sequence, index: int, next_token: int) -> Sequence:
+    """Fork ``index`` of a sequence that has just committed, over the same blocks; it waits, and holds none yet."""
+    fork, request = first.request.forks[index], first.request
+    return Sequence(
+        request=msgspec.structs.replace(request, key=fork.key, sampling=fork.sampling(request.sampling), forks=()),
+        router=first.router,
+        order=(first.order[0], first.order[1] + 1 + index),
+        arrived=first.arrived,
+        tracker=SEQUENCES.start(str(fork.key)),
+        token_ids=[*first.token_ids[: first.computed], next_token],
+        hashes=list(first.hashes),
+        produced=request.emitted + 1,
+        computed=first.computed,
+        committed=first.committed,
+        block_table=list(first.block_table),
+        passed=first.passed,
+        cached_blocks=first.cached_blocks,
+    )
+
+
+def seal_last(sequence: Sequence, pool: BlockPool) -> None:
+    """Seal the last block of ``sequence``, if what was computed has just filled it."""
+    size, stop = pool.block_size, sequence.computed
+    if stop % size:
+        return
+    parent = sequence.hashes[-1] if sequence.hashes else root_hash(sequence.request.cache_salt.encode())
+    sequence.hashes.append(extend(parent, sequence.token_ids[stop - size : stop]))
+    pool.seal(sequence.block_table[stop // size - 1], sequence.hashes[-1])

@@ -66,7 +66,7 @@ class Swaps:
         """Whether a sequence is better swapped out than prefilled anew; ``ship_rate`` is in bytes per second."""
         copy_rate = self.nbytes / self.seconds if self.seconds else 0.0
         rates = Rates(copy=copy_rate, prefill=sequence.request.prefill_rate, ship=ship_rate)
-        nbytes = len(sequence.block_table) * self._space.block_bytes
+        nbytes = (len(sequence.block_table) - sequence.passed) * self._space.block_bytes
         return prefers_swap(self._mode, sequence.computed, nbytes, rates)
 
     def look(self, *, busy: bool, now: float) -> None:
@@ -75,14 +75,14 @@ class Swaps:
 
     def save(self, sequence: Sequence) -> None:
         """Copy a sequence's blocks to its slots."""
-        blocks = tuple(sequence.block_table[: len(sequence.slots)])
+        blocks = tuple(sequence.block_table[sequence.passed : sequence.passed + len(sequence.slots)])
         self._spawn(sequence, self._space.save, blocks, tuple(sequence.slots))
         self.saved += 1
 
     def restore(self, sequence: Sequence) -> None:
         """Copy a sequence's slots to its blocks, but those that the prefix cache still had."""
-        first = sequence.cached_blocks
-        self._spawn(sequence, self._space.restore, tuple(sequence.slots[first:]), tuple(sequence.block_table[first:]))
+        first, slots = sequence.cached_blocks, sequence.slots[sequence.cached_blocks - sequence.passed :]
+        self._spawn(sequence, self._space.restore, tuple(slots), tuple(sequence.block_table[first:]))
 
     async def close(self) -> None:
         """Wait for the copies under way, and end the thread."""

@@ -27,6 +27,9 @@ class Chunk:
         position: index of that drawn token in the request's whole output.
         history: all tokens of the request up to here, of which the last ``position`` are output. Needed only where
             ``sampling`` looks back.
+        forks: further draws of the same token, each by its own sampling.
+        copied: ``(source, target)``, a block that is copied before the step computes anything: ``target`` is in the
+            block table in place of a ``source`` that others go on with.
         span: prompt tokens after tokens of this chunk whose log-probabilities are wanted; None where none are.
     """
 
@@ -36,6 +39,8 @@ class Chunk:
     sampling: SamplingParams | None = None
     position: int = 0
     history: Sequence[int] = ()
+    forks: Sequence[SamplingParams] = ()
+    copied: tuple[int, int] | None = None
     span: PromptSpan | None = None
 
 
@@ -45,10 +50,12 @@ class Draw(NamedTuple):
     Attributes:
         token_id: it.
         logprobs: where its sampling asks for them.
+        forks: the further draws that its chunk asked for.
     """
 
     token_id: int
     logprobs: TokenLogprobs | None = None
+    forks: tuple[Draw, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +117,7 @@ def flatten(chunks: Sequence[Chunk], limits: BatchLimits) -> FlatBatch:
     total = int(ends[-1])
     token_ids = np.fromiter(chain.from_iterable(chunk.token_ids for chunk in chunks), np.int64, total)
     _check_ids("block id", block_table, limits.num_blocks)
+    _check_copies(chunks, limits)
     _check_ids("token id", token_ids, limits.vocab_size)
 
     query_start_loc = np.concatenate((np.zeros(1, np.int64), ends))
@@ -149,6 +157,15 @@ def _check_lengths(
             f"chunk {row}: {counts[row]} tokens after {starts[row]} with {held[row]} blocks of {limits.block_size} "
             f"cannot be computed (max_model_len {limits.max_model_len})"
         )
+
+
+def _check_copies(chunks: Sequence[Chunk], limits: BatchLimits) -> None:
+    for row, chunk in enumerate(chunks):
+        if chunk.copied is None:
+            continue
+        source, target = chunk.copied
+        if not 0 < source < limits.num_blocks or source == target or target not in chunk.block_table:
+            raise InvariantViolation(f"chunk {row}: block {source} cannot be copied to {target}")
 
 
 def _check_ids(what: str, ids: NDArray[np.int32] | NDArray[np.int64], bound: int) -> None:

@@ -28,6 +28,7 @@ from protocol.errors import PoolExhausted
 from protocol.ids import Peer, RequestKey
 from protocol.messages import Prefill
 from protocol.prompt_logprobs import LogprobTable
+from protocol.sampling import SamplingParams
 from protocol.transitions import Tracker, TransitionTable
 
 
@@ -105,6 +106,11 @@ class Prompt:
     def owner(self) -> Owner:
         """Holds its blocks while it computes."""
         return Owner(HolderKind.TABLE, str(self.request.key))
+
+    @property
+    def fork_samplings(self) -> tuple[SamplingParams, ...]:
+        """How the prompt's further continuations draw."""
+        return tuple(fork.sampling(self.request.sampling) for fork in self.request.forks)
 
     @property
     def length(self) -> int:
@@ -205,6 +211,14 @@ class PrefillScheduler:
     def running(self) -> int:
         """Prompts being computed."""
         return len(self._running)
+
+    @property
+    def empty_slots(self) -> dict[int, int]:
+        """Slots behind the last token of each prompt being computed, by the prompt's last block."""
+        prompts = self._running.values()
+        return {
+            prompt.block_table[-1]: len(prompt.block_table) * self._block_size - prompt.length for prompt in prompts
+        }
 
     @property
     def blocked(self) -> Prompt | None:
@@ -344,6 +358,7 @@ def chunks_of(step: Sequence[Work]) -> list[Chunk]:
             start=work.start,
             block_table=work.prompt.block_table,
             sampling=work.prompt.request.sampling if work.last else None,
+            forks=work.prompt.fork_samplings if work.last else (),
             position=work.prompt.request.emitted,
             history=work.prompt.request.token_ids if work.prompt.request.sampling.looks_back else (),
             span=work.span,

@@ -17,7 +17,8 @@ from typing import Annotated
 
 import msgspec
 
-from protocol.errors import KVFerryError, error_from_code
+from protocol.error_info import MAX_TEXT, ErrorInfo, Text
+from protocol.forks import MAX_FORKS, Forks
 from protocol.ids import Address, BlockId, Peer, RequestKey, Role, Ticket, WorkerId
 from protocol.layout import KVLayout
 from protocol.prompt_logprobs import PromptLogprobs
@@ -28,7 +29,6 @@ from protocol.wire_layout import WireDtype, WireLayout
 MAX_TOKENS = 1 << 20
 """Longest token list in one message: a million tokens of context."""
 MAX_BLOCKS = 1 << 20
-MAX_TEXT = 2000
 MAX_ADDRESSES = 8
 MAX_SALT = 128
 
@@ -40,26 +40,7 @@ Generations = Annotated[
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 Seniority = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
-Rate = Annotated[float, msgspec.Meta(ge=0.0, le=1e15)]
-Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 Salt = Annotated[str, msgspec.Meta(max_length=MAX_SALT)]
-
-
-class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An error of the tree, on the wire."""
-
-    code: Annotated[str, msgspec.Meta(max_length=64)]
-    message: Text
-    field: Annotated[str, msgspec.Meta(max_length=256)] | None = None
-
-    @classmethod
-    def of(cls, error: KVFerryError) -> ErrorInfo:
-        """The wire form of ``error``; a long message is cut to its bound."""
-        return cls(code=error.code, message=error.message[:MAX_TEXT], field=error.field)
-
-    def to_error(self) -> KVFerryError:
-        """The error this stands for."""
-        return error_from_code(self.code, self.message, field=self.field)
 
 
 class PoolCounts(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,10 +56,14 @@ class PoolCounts(msgspec.Struct, frozen=True, kw_only=True):
     total: Count
 
     @property
+    def used(self) -> int:
+        """Blocks that somebody holds."""
+        return self.active + self.exported + self.importing + self.draining
+
+    @property
     def leaked(self) -> int:
         """Blocks that no state accounts for (negative: counted twice)."""
-        held = self.active + self.cached + self.exported + self.importing + self.draining
-        return self.total - self.reserved - self.free - held
+        return self.total - self.reserved - self.free - self.cached - self.used
 
 
 class WorkerProfile(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,10 +108,13 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
         prefill_tokens, cached_tokens, decode_tokens: computed, skipped by a prefix hit, generated.
         kv_blocks, kv_bytes, kv_seconds: shipped (prefill) or landed (decode).
         preemptions, failures: requests given back or failed.
-        swaps: sequences put into host memory to make room (decode).
-        swapped_blocks: blocks that are there now.
+        swaps, swapped_blocks: sequences put into host memory to make room, and blocks that are there now (decode).
         transport_fallbacks: decode workers that a better transport was offered by than could be used (prefill).
         draining: takes no new work.
+        used_slots: of the blocks in use: each holds one token's KV, or will.
+        empty_slots: those of them for which there is no token, behind the last one of a sequence.
+        decode_turns: sequences that took part in decode steps, counted at each step.
+        draft_tokens, accepted_tokens: guessed ahead of the model, and found right by it (decode).
     """
 
     pool: PoolCounts
@@ -150,6 +138,16 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     draining: bool = False
     swaps: Count = 0
     swapped_blocks: Count = 0
+    decode_turns: Count = 0
+    draft_tokens: Count = 0
+    accepted_tokens: Count = 0
+    used_slots: Count = 0
+    empty_slots: Count = 0
+
+    @property
+    def empty_share(self) -> float:
+        """Share of the pool's memory in use that is wasted on slots without a token."""
+        return self.empty_slots / self.used_slots if self.used_slots else 0.0
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
@@ -180,8 +178,8 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
         cache_salt: prefix-cache namespace.
         prompt_logprobs: how many alternatives are wanted beside each prompt token's log-probability; None wants none.
         prompt_logprobs_from: index of the first prompt token of which none is known yet; token 0 has none.
-        seniority: seconds that the request counts as having waited, its priority included; may be negative. The higher
-            goes first, on both legs and over all attempts.
+        forks: further continuations of the prompt, drawn and handed over with this one.
+        seniority: seconds that the request counts as having waited, its priority included; the highest goes first.
     """
 
     key: RequestKey
@@ -193,14 +191,14 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
     cache_salt: Salt = ""
     prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     prompt_logprobs_from: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)] = 1
+    forks: Forks = ()
     seniority: Seniority = 0.0
 
 
 class Reserve(msgspec.Struct, frozen=True, kw_only=True, tag="reserve"):
     """Router to decode: make room for this request, and fetch its KV from ``prefill``. Fields as in Prefill.
 
-    Attributes:
-        prefill_rate: prompt tokens per second that ``prefill`` gets through; 0 when it is not known yet.
+    ``prefill_rate`` is the prompt tokens per second that ``prefill`` gets through; 0 when it is not known yet.
     """
 
     key: RequestKey
@@ -210,8 +208,9 @@ class Reserve(msgspec.Struct, frozen=True, kw_only=True, tag="reserve"):
     prefill: PrefillAddress
     lease_ttl: Seconds = 30.0
     cache_salt: Salt = ""
+    forks: Forks = ()
     seniority: Seniority = 0.0
-    prefill_rate: Rate = 0.0
+    prefill_rate: Annotated[float, msgspec.Meta(ge=0.0, le=1e15)] = 0.0
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
@@ -340,6 +339,7 @@ class Handover(msgspec.Struct, frozen=True, kw_only=True, tag="handover"):
         ticket: of the grant that was answered.
         ship, tail: seconds in the transport, and from the last chunk's end to this message.
         transport: URI scheme that the blocks went by; "" when there were none to write.
+        fork_tokens: the first token of each fork, in the order that they were asked for.
     """
 
     key: RequestKey
@@ -351,6 +351,7 @@ class Handover(msgspec.Struct, frozen=True, kw_only=True, tag="handover"):
     ship: Seconds = 0.0
     tail: Seconds = 0.0
     transport: Annotated[str, msgspec.Meta(max_length=32)] = ""
+    fork_tokens: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_FORKS)] = ()
 
 
 class Refuse(msgspec.Struct, frozen=True, kw_only=True, tag="refuse"):
@@ -373,6 +374,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 
 
 __all__ = [
+    "MAX_TEXT",
     "Abort",
     "Cancel",
     "Envelope",

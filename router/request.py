@@ -101,6 +101,7 @@ class RequestMachine:
         self._setbacks = 0
         self._last_cause: KVFerryError | None = None
         self._excluded: frozenset[Peer] = frozenset()
+        self._carried = False
         # Decode's tokens that overtook prefill's first one: they come over another connection.
         self._early: list[Tokens] = []
         self._expires_at = math.inf
@@ -138,7 +139,7 @@ class RequestMachine:
         """What the current attempt costs its workers: prompt tokens not yet prefilled, one sequence to decode."""
         prefill, decode = self._legs()
         charges: dict[Peer, int] = {} if decode is None else {decode: 1}
-        if prefill is not None and self.state is RequestState.PREFILLING:
+        if prefill is not None and self.state is RequestState.PREFILLING and not self._carried:
             charges[prefill] = self.prompt_tokens
         return charges
 
@@ -153,9 +154,16 @@ class RequestMachine:
         self._expires_at = now + self._timeout
         return [self._need_placement()]
 
-    def placed(self, placement: Placement, now: float) -> list[Instruction]:
-        """Workers were chosen: open both legs, decode's first, for its grant is what prefill waits for."""
+    def placed(self, placement: Placement, now: float, *, carried: bool = False) -> list[Instruction]:
+        """Workers were chosen: open both legs, decode's first, for its grant is what prefill waits for.
+
+        Args:
+            placement: the workers.
+            now: monotonic seconds.
+            carried: whether another request's messages open this attempt, which then costs no prefill of its own.
+        """
         self._tracker.move(RequestEvent.PLACED)
+        self._carried = carried
         self._wait_until = math.inf
         self.placement = placement
         generation, prefill, decode = self._generation, placement.prefill, placement.decode

@@ -22,6 +22,9 @@ COUNTERS = (
     "failures",
     "transport_fallbacks",
     "swaps",
+    "decode_turns",
+    "draft_tokens",
+    "accepted_tokens",
 )
 """The fields of ``WorkerLoad`` that only grow."""
 

@@ -20,6 +20,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("faults")
     group.addoption("--fault-points", type=int, default=6, help="random faults of each soak (the long version: 200)")
     group.addoption("--fault-seed", type=int, default=None, help="draws the faults of the soaks; by default a new one")
+    group = parser.getgroup("equality")
+    group.addoption(
+        "--equality-examples",
+        type=int,
+        default=6,
+        help="random cases of each test that holds a whole path against transformers (the long version: 200)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,6 +45,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if elsewhere:
         config.hook.pytest_deselected(items=elsewhere)
         items[:] = [item for item in items if item not in set(elsewhere)]
+
+
+@pytest.fixture(scope="session")
+def equality_examples(request: pytest.FixtureRequest) -> int:
+    return int(request.config.getoption("equality_examples"))
 
 
 @pytest.fixture(scope="session")
@@ -69,3 +81,17 @@ def cuda(cuda_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     set_up(cuda_library)
     yield cuda_library
     set_up(cuda_library)
+
+
+@pytest.fixture
+def gpudirect(cuda: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The stand-in for the driver, and a UCX that reaches its memory: what it is told is host memory."""
+    from kv_transfer.ucx import gpudirect
+    from kv_transfer.ucx.library import HOST
+    from kv_transfer.ucx.pool import GpuPool
+
+    domains = (gpudirect.Domain("ib", "mlx5_0", cuda=True, dmabuf=False),)
+    found = gpudirect.Found("UCX", True, domains, gpu_by_rdma=True, gpu_dmabuf=False, gpu_shows=True)
+    monkeypatch.setattr(gpudirect, "examine", lambda device, tls: found)
+    monkeypatch.setattr(GpuPool, "kind", HOST)
+    return cuda

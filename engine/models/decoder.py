@@ -18,6 +18,7 @@ from engine.models.linear import Linear
 from engine.models.model import Model, OnLayer
 from engine.models.norm import Norm, RMSNorm
 from engine.models.rope import RotaryTable
+from engine.models.tying import EMBEDDING, HEAD
 
 
 class Part(Protocol):
@@ -128,6 +129,7 @@ class Decoder(Model):
         dtype: of the weights.
         device: where they lie.
         embedding_scale: embeddings are multiplied by it, rounded to ``dtype``.
+        captures: see :class:`Model`.
     """
 
     def __init__(
@@ -140,7 +142,9 @@ class Decoder(Model):
         dtype: torch.dtype,
         device: torch.device,
         embedding_scale: float = 1.0,
+        captures: bool = True,
     ) -> None:
+        self.captures = captures
         self._config = config
         self._layers = tuple(layers)
         self._norm = norm
@@ -153,16 +157,16 @@ class Decoder(Model):
 
     def destinations(self) -> dict[str, torch.Tensor]:
         """Checkpoint tensor name to the tensor that it fills."""
-        found = {"model.embed_tokens.weight": self._embedding, "model.norm.weight": self._norm.weight}
+        found = {EMBEDDING: self._embedding, "model.norm.weight": self._norm.weight}
         for layer in self._layers:
             found |= layer.destinations()
         if not self._config.tied_embeddings:
-            found |= self._head.part("lm_head")
+            found |= self._head.part(HEAD.removesuffix(".weight"))
         return found
 
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint tensor that has no destination is harmless."""
-        tied = self._config.tied_embeddings and name == "lm_head.weight"
+        tied = self._config.tied_embeddings and name == HEAD
         return tied or name.endswith(".rotary_emb.inv_freq")
 
     def seal(self) -> None:
@@ -207,6 +211,7 @@ def pre_norm_decoder(
     max_model_len: int,
     dtype: torch.dtype,
     device: torch.device,
+    captures: bool = True,
 ) -> Decoder:
     """A decoder of :class:`PreNormLayer` with plain norms.
 
@@ -217,6 +222,7 @@ def pre_norm_decoder(
         max_model_len: positions that are served.
         dtype: of the weights.
         device: where they lie.
+        captures: see :class:`Model`.
     """
 
     def norm() -> Norm:
@@ -225,4 +231,4 @@ def pre_norm_decoder(
     layers = [
         PreNormLayer(index, attention(index), feed_forward(index), norm(), norm()) for index in range(config.num_layers)
     ]
-    return Decoder(config, layers, norm(), max_model_len=max_model_len, dtype=dtype, device=device)
+    return Decoder(config, layers, norm(), max_model_len=max_model_len, dtype=dtype, device=device, captures=captures)

@@ -5,7 +5,8 @@ The front speaks token ids through :class:`GenerationService` and knows nothing 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -126,6 +127,22 @@ class GenerationService(Protocol):
 
         Raises:
             KVFerryError: before the first output where it can.
+        """
+
+    def together(
+        self, generations: Sequence[Generation]
+    ) -> AbstractContextManager[tuple[AsyncGenerator[Output, None], ...]]:
+        """Continue one prompt several times: it is computed once, and its blocks cross once.
+
+        Args:
+            generations: of one prompt, differing by their seeds alone.
+
+        Returns:
+            A context with the outputs of each, as :meth:`generate` gives them. Closing one cancels that one; leaving
+            the context cancels whatever has not ended.
+
+        Raises:
+            KVFerryError: on entering it.
         """
 
     def health(self) -> ServiceHealth:

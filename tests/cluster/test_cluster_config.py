@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.config import ClusterConfig, EngineSection, RaySection, RoleSection, RouterSection, TransferSection
+from cluster.config import (
+    ClusterConfig,
+    EngineSection,
+    RaySection,
+    RoleSection,
+    RouterSection,
+    SpeculationSection,
+    TransferSection,
+)
 from cluster.config_file import load_config, parse_config
 from cluster.demo import laptop_config
 from cluster.plan import (
@@ -20,6 +28,7 @@ from cluster.plan import (
     worker_orders,
 )
 from cluster.state import ClusterState, ProcessMark
+from decode_worker.speculation import Speculation
 from engine.config import EngineConfig
 from protocol.errors import ConfigError
 
@@ -48,6 +57,9 @@ def test_a_model_alone_is_a_whole_configuration() -> None:
         ("model: m\ndecode: {threads: 0}", "decode.threads", "got 0"),
         ("model: m\ndecode: {cpus: -1}", "decode.cpus", "got -1"),
         ("model: m\ndecode: {engine: {num_blocks: many}}", "decode.engine.num_blocks", "'many'"),
+        ("model: m\ndecode: {speculation: {method: 3}}", "decode.speculation.method", "3"),
+        ("model: m\ndecode: {speculation: {tokens: many}}", "decode.speculation.tokens", "'many'"),
+        ("model: m\ndecode: {speculation: {tokens: 3}}", "decode.speculation.method", "tokens"),
         ("model: m\nrouter: {port: 70000}", "router.port", "70000"),
         ("model: m\nrouter: {port: 9000, hub_port: 9000}", "router.hub_port", "9000"),
         ("model: m\ntransfer: {transport: 'tcp://'}", "transfer.transport", "'tcp://'"),
@@ -55,6 +67,17 @@ def test_a_model_alone_is_a_whole_configuration() -> None:
         ("model: m\ntransfer: {transport: inproc}", "transfer.transport", "'inproc'"),
         ("model: m\ntransfer: {wire_dtype: fp4}", "transfer.wire_dtype", "'fp4'"),
         ("model: m\ntransfer: {lease_ttl: 0}", "transfer.lease_ttl", "got 0"),
+        ("model: m\ntransfer: {gpudirect: maybe}", "transfer.gpudirect", "'maybe'"),
+        ("model: m\ntransfer: {gpudirect: 'on'}", "transfer.gpudirect", "wants transport 'ucx', got 'auto'"),
+        (
+            "model: m\ntransfer: {gpudirect: 'on', transport: ucx, checksum: true}",
+            *("transfer.gpudirect", "wants checksum false"),
+        ),
+        (
+            "model: m\ntransfer: {gpudirect: 'on', transport: ucx, wire_dtype: float16}",
+            *("transfer.gpudirect", "wants wire_dtype null"),
+        ),
+        ("model: m\nengine: {cuda_graph_batches: [1, two]}", "engine.cuda_graph_batches", "'two'"),
         ("model: m\nray: {object_store_memory: 1}", "ray.object_store_memory", "got 1"),
         ("model: m\nray: {start_timeout: .nan}", "ray.start_timeout", "nan"),
         ("model: m\nprefill: {limits: {max_waiting: [1]}}", "prefill.limits", "[1]"),
@@ -68,6 +91,16 @@ def test_an_error_names_the_path_and_the_value(text: str, field: str, said: str)
     assert said in caught.value.message
 
 
+def test_on_and_off_are_words_where_they_are_choices() -> None:
+    config = parse_config("model: m\ntransfer: {gpudirect: on, transport: ucx}\nengine: {cuda_graphs: off}")
+    assert (config.transfer.gpudirect, config.engine.cuda_graphs) == ("on", "off")
+    assert parse_config("model: m\ntransfer: {gpudirect: off, checksum: on}").transfer.checksum is True
+    for text, said in (("name: off", "False"), ("engine: {cuda_graphs: on}", "True")):
+        with pytest.raises(ConfigError, match=said):
+            parse_config(f"model: m\n{text}")
+    assert parse_config("model: m\nengine: {cuda_graph_batches: [1, 8]}").engine.cuda_graph_batches == (1, 8)
+
+
 @pytest.mark.parametrize(
     ("text", "field", "nearest"),
     [
@@ -75,6 +108,7 @@ def test_an_error_names_the_path_and_the_value(text: str, field: str, said: str)
         ("model: m\nengine: {block_sise: 8}", "engine.block_sise", "'block_size'"),
         ("model: m\nprefill: {replica: 2}", "prefill.replica", "'replicas'"),
         ("model: m\ndecode: {engine: {max_sequence: 2}}", "decode.engine.max_sequence", "'max_sequences'"),
+        ("model: m\ndecode: {speculation: {token: 4}}", "decode.speculation.token", "'tokens'"),
         ("model: m\nray: {adress: auto}", "ray.adress", "'address'"),
     ],
 )
@@ -140,6 +174,30 @@ def test_the_engine_section_has_the_fields_of_the_engine() -> None:
     assert section == {*EngineConfig.__dataclass_fields__} - {"model", "threads"}
 
 
+def test_the_speculation_section_has_the_settings_of_speculation() -> None:
+    section = {field.name for field in msgspec.structs.fields(SpeculationSection)}
+    assert section == {*Speculation.__dataclass_fields__}
+
+
+@pytest.mark.parametrize(
+    ("text", "speculation"),
+    [
+        ("", None),
+        ("decode: {speculation: {}}", None),
+        ("decode: {speculation: {method: null}}", None),
+        ("decode: {speculation: {method: ngram}}", Speculation()),
+        (
+            "decode: {speculation: {method: ngram, tokens: 6, min_match: 1, max_match: 3}}",
+            Speculation(tokens=6, min_match=1, max_match=3),
+        ),
+    ],
+)
+def test_decode_workers_are_told_how_to_speculate(text: str, speculation: Speculation | None) -> None:
+    order = worker_orders(parse_config(f"model: m\n{text}"), ("tcp://h:1",))[1]
+    back = msgspec.json.decode(msgspec.json.encode(order), type=ActorOrder)
+    assert decode_config(back, MODEL, "h").speculation == speculation
+
+
 def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.yaml"):
         load_config(tmp_path / "none.yaml")
@@ -197,6 +255,20 @@ def test_a_secret_is_in_no_text_that_might_be_logged() -> None:
     assert (back, back.secret) == (orders[0], SECRET)
 
 
+def test_a_role_may_say_its_pool_the_other_way() -> None:
+    config = parse_config(
+        "model: m\nengine: {num_blocks: 64}\nprefill: {engine: {pool_memory: 1GiB}}\ndecode: {engine: {dtype: float32}}"
+    )
+    prefill_order, decode_order = (
+        order for order in worker_orders(config, ("tcp://h:1",), SECRET) if order.role != "router"
+    )
+    assert prefill_config(prefill_order, MODEL, "h").engine.pool_memory == "1GiB"
+    assert decode_config(decode_order, MODEL, "h").engine.num_blocks == 64
+    both = parse_config("model: m\nengine: {num_blocks: 64, pool_memory: 40%}")
+    with pytest.raises(ConfigError, match="num_blocks 64 and pool_memory '40%'"):
+        prefill_config(worker_orders(both, ("tcp://h:1",), SECRET)[0], MODEL, "h")
+
+
 def test_a_role_overrides_the_shared_engine() -> None:
     config = parse_config(
         "model: m\nengine: {num_blocks: 64, block_size: 8}\n"
@@ -234,6 +306,10 @@ def test_a_role_overrides_the_shared_engine() -> None:
         ("model: m\ndecode: {limits: {max_waiting: 0}}", "decode.max_waiting"),
         ("model: m\nprefill: {limits: {staging_bytes: 1}}", "prefill.staging_bytes"),
         ("model: m\nrouter: {limits: {policy: best}}", "router.policy"),
+        ("model: m\ndecode: {speculation: {method: medusa}}", "decode.speculation.method"),
+        ("model: m\ndecode: {speculation: {method: ngram, tokens: 0}}", "decode.speculation.tokens"),
+        ("model: m\ndecode: {speculation: {method: ngram, max_match: 1}}", "decode.speculation.max_match"),
+        ("model: m\ndecode: {limits: {speculation: 1}}", "decode.limits.speculation"),
     ],
 )
 def test_a_components_own_complaint_shows_before_anything_starts(text: str, field: str) -> None:

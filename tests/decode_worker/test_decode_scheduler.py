@@ -7,8 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from decode_worker.scheduler import DecodeScheduler, chunks_of
+from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequence import Sequence, SequenceState, import_owner, quarantine_owner
+from decode_worker.step import chunks_of
 from engine.batch import Draw
 from engine.block_pool import BlockPool
 from protocol.ids import Peer, RequestKey
@@ -117,7 +118,7 @@ def test_generated_blocks_are_found_by_a_longer_prompt() -> None:
     running(subject, "a", 6, max_tokens=8)
     produced = [7]
     while step := subject.next_step().sequences:
-        produced += [output.draw.token_id for output in subject.complete_step([Draw(3)] * len(step))]
+        produced += [output.draws[0].token_id for output in subject.complete_step([Draw(3)] * len(step))]
     subject.add(request("b", (*range(100, 106), *produced, 55)), ROUTER, 0.0)
     (sequence,) = subject.admit()
     # The last token drawn was never computed: 6 + 8 tokens, 13 of them in the pool, 3 full blocks.

@@ -43,8 +43,11 @@ class Stage:
         return self._tokenizer.decode(token_ids)
 
     async def complete(self, prompt: Any, headers: dict[str, str] | None = None, **params: Any) -> httpx.Response:
-        body = {"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, **params}
-        answer = await self.client.post("/v1/completions", json=body, headers=headers or {})
+        return await self.post("/v1/completions", {"prompt": prompt, **params}, headers)
+
+    async def post(self, path: str, fields: dict[str, Any], headers: dict[str, str] | None = None) -> httpx.Response:
+        body = {"model": MODEL, "temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, **fields}
+        answer = await self.client.post(path, json=body, headers=headers or {})
         assert answer.status_code == 200, answer.text
         return answer
 

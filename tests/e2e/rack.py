@@ -72,6 +72,8 @@ class Rack:
                 return False
             if load.open_leases or load.open_imports or load.waiting or load.running or load.swapped_blocks:
                 return False
+            if load.used_slots or load.empty_slots:
+                return False
             worker.pool.check_integrity()
             if isinstance(worker, DecodeWorker):
                 worker._swaps.book.slots.check_integrity()

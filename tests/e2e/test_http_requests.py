@@ -35,5 +35,21 @@ async def test_three_continuations_of_one_prompt(stage: Stage, tiny_oracle: Orac
     truth = stage.text(tiny_oracle.greedy(prompt, TOKENS))
     assert [choice["text"] for choice in answer["choices"]] == [truth] * 3
     assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (len(prompt), 3 * TOKENS)
-    # Prefilled once: the others found all but the last block, for whose logits they computed it again.
-    assert stage.prefilled() == len(prompt) + 2 * (len(prompt) - len(prompt) // 4 * 4)
+    assert stage.prefilled() == len(prompt), "prefilled more than once"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_another_tenants_salt_hits_nothing(stage: Stage, path: str) -> None:
+    content = "the ferry carries the blocks across the water, and the blocks arrive in order"
+    asked: dict[str, object] = {"prompt": content} if path == "/v1/completions" else {}
+    if not asked:
+        asked["messages"] = [{"role": "user", "content": content}]
+    cached, texts = [], []
+    for salt in ("", "a", "b", "a", "b", ""):
+        answer = (await stage.post(path, {**asked, "cache_salt": salt})).json()
+        cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+        choice = answer["choices"][0]
+        texts.append(choice["text"] if "text" in choice else choice["message"]["content"])
+    assert cached[:3] == [0, 0, 0], "one salt's blocks were found under another"
+    assert min(cached[3:]) > 0, "the same salt finds its own"
+    assert len(set(texts)) == 1

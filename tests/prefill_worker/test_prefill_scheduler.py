@@ -261,6 +261,8 @@ class PrefillLife(RuleBasedStateMachine):
         if hasattr(self, "pool"):
             self.pool.check_integrity()
             assert self.pool.counts().leaked == 0
+            assert all(0 <= slots < BLOCK for slots in self.subject.empty_slots.values())
+            assert len(self.subject.empty_slots) <= self.subject.running
 
     def teardown(self) -> None:
         if not hasattr(self, "pool"):

@@ -6,6 +6,7 @@ import typing
 
 from hypothesis import strategies as st
 
+from protocol.forks import Fork
 from protocol.histogram import Histogram, Scale
 from protocol.ids import Peer, RequestKey
 from protocol.layout import KVLayout
@@ -148,6 +149,7 @@ _leg = {
     "lease_ttl": seconds,
     "cache_salt": st.text("salt", max_size=128),
     "seniority": seniorities,
+    "forks": st.lists(st.builds(Fork, keys, st.integers(0, (1 << 63) - 1)), max_size=4).map(tuple),
 }
 
 MESSAGES: dict[type[Message], st.SearchStrategy[Message]] = {
@@ -197,6 +199,7 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Message]] = {
         ticket=tickets,
         ship=seconds,
         tail=seconds,
+        fork_tokens=token_lists,
     ),
     Refuse: st.builds(Refuse, key=keys, error=errors),
 }

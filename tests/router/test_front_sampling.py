@@ -126,18 +126,15 @@ def test_n_choices_of_a_prompt_are_drawn_apart_and_the_prompt_counts_once(
     assert seeds == {(5, 6): {40, 41, 42}, (7,): {40, 41, 42}}
 
 
-def test_choices_of_a_prompt_wait_for_the_first_ones_first_token(bpe_tokenizer: Tokenizer) -> None:
-    live: list[int] = []
-
-    async def script(generation: Generation) -> AsyncIterator[Output]:
-        # All of these begin at once only if nobody waited for the first.
-        live.append(len(service.generations))
-        yield Output((5,), "length")
-
-    service = ScriptedService(script)
-    answer = ask(bpe_tokenizer, service, "/v1/completions", {"model": MODEL, "prompt": [5, 6], "n": 3})
-    assert len(answer.json()["choices"]) == 3
-    assert live[0] == 1
+def test_choices_of_a_prompt_are_asked_for_together(bpe_tokenizer: Tokenizer) -> None:
+    service = ScriptedService(saying((5,)))
+    body = {"model": MODEL, "prompt": [[5, 6], [7]], "n": 3, "cache_salt": "mine"}
+    answer = ask(bpe_tokenizer, service, "/v1/completions", body)
+    assert len(answer.json()["choices"]) == 6
+    assert [[each.token_ids for each in group] for group in service.groups] == [[(5, 6)] * 3, [(7,)] * 3]
+    for group in service.groups:
+        assert len({each.sampling.seed for each in group}) == 3
+        assert {each.cache_salt for each in group} == {"mine"}
 
 
 def telling(ids: tuple[int, ...], groups: int, reason: str) -> ScriptedService:
