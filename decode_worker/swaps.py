@@ -21,6 +21,9 @@ from engine.pool_watch import PoolWatch
 from engine.swap_space import SwapSpace
 from protocol.errors import EngineFailure, KVFerryError
 
+PATIENCE = 20.0
+"""Seconds that a sequence stays swapped out: well before its router would take the silence for a fault."""
+
 logger = logging.getLogger(__name__)
 
 

@@ -25,7 +25,7 @@ from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequence import Sequence, SequenceState
 from decode_worker.speculator import Speculator
 from decode_worker.step import Output, chunks_of
-from decode_worker.swaps import Swaps
+from decode_worker.swaps import PATIENCE, Swaps
 from engine.block_pool import BlockPool
 from engine.pool_watch import PoolWatch
 from kv_transfer.transport import TransportConfig
@@ -57,9 +57,6 @@ from protocol.worker_link import WorkerLink
 
 TICK = 0.1
 """Seconds between two looks at what has expired."""
-
-SWAP_PATIENCE = 20.0
-"""Seconds that a sequence stays swapped out: well before its router would take the silence for a fault."""
 
 logger = logging.getLogger(__name__)
 
@@ -105,16 +102,14 @@ class DecodeWorker:
         runner = self._stepper.runner
         settings = runner.config
         self._max_model_len = runner.max_model_len
-        self._vocab_size = runner.vocab_size
         self.pool = BlockPool(runner.num_blocks, settings.block_size, prefix_cache=settings.prefix_cache)
         self._watch = PoolWatch(self.pool)
         self._swaps = Swaps(runner.cache, runner.copies, self.config.preemption, self.config.swap_bytes, self._copied)
         resources.push_async_callback(self._swaps.close)
-        self._speculator = None
-        if self.config.speculation is not None:
-            self._speculator = Speculator(
-                self.config.speculation, self.pool, block_size=settings.block_size, max_rows=settings.max_sequences
-            )
+        guesses, rows = self.config.speculation, settings.max_sequences
+        self._speculator = (
+            None if guesses is None else Speculator(guesses, self.pool, block_size=settings.block_size, max_rows=rows)
+        )
         self._scheduler = DecodeScheduler(
             self.pool,
             block_size=settings.block_size,
@@ -253,8 +248,7 @@ class DecodeWorker:
             self._send_back(router, lost, "the request that carried it was cancelled")
             return
         runner = self._stepper.runner
-        error = refusal(request, runner.max_model_len, runner.vocab_size)
-        error = error or runner.grammars.refusal(request.sampling)
+        error = refusal(request, self._max_model_len, runner.vocab_size) or runner.grammars.refusal(request.sampling)
         if error is None and self._scheduler.waiting >= self.config.max_waiting:
             error = Overloaded(f"{self._scheduler.waiting} requests wait, {self.config.max_waiting} are allowed")
         self._forks.open(request.key, request.forks)
@@ -343,7 +337,7 @@ class DecodeWorker:
             self._imports.tick()
             self._peers.tick(self._scheduler.prefill_endpoints())
             now = time.monotonic()
-            for sequence in self._scheduler.give_up(now - SWAP_PATIENCE):
+            for sequence in self._scheduler.give_up(now - PATIENCE):
                 self._preempt(sequence)
             self._watch.look(busy=not self._scheduler.idle, now=now)
             self._swaps.look(busy=not self._scheduler.idle, now=now)
