@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from benchmarks.pool_waste import measure
-from decode_worker.scheduler import DecodeScheduler, Step, chunks_of
+from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequence import Sequence, SequenceState, import_owner
+from decode_worker.step import Step, chunks_of
 from engine.batch import Draw
 from engine.block_pool import BlockPool
 from protocol.forks import Fork
