@@ -94,10 +94,10 @@ class DecodeScheduler:
     @property
     def empty_slots(self) -> int:
         """Slots behind the last token of each sequence, less than a block of each; those of a shared block once."""
-        ends = {
-            sequence.block_table[-1]: len(sequence.block_table) * self._block_size - len(sequence.token_ids)
-            for sequence in self._live.values()
-        }
+        ends = {}
+        for sequence in self._live.values():
+            filled = len(sequence.token_ids) + len(sequence.draft)
+            ends[sequence.block_table[-1]] = len(sequence.block_table) * self._block_size - filled
         return sum(max(0, slots) for slots in ends.values())
 
     @property
