@@ -19,6 +19,7 @@ from engine.checkpoint import Progress, load_weights
 from engine.config import EngineConfig
 from engine.copy_queue import CopyQueue, copy_queue
 from engine.decode_graphs import DecodeGraphs
+from engine.grammar import Grammars
 from engine.graph_batches import default_batches
 from engine.kv_cache import TORCH_DTYPES, KVCache
 from engine.layer_watch import LayerWatch
@@ -48,6 +49,7 @@ class ModelRunner:
         max_model_len: prompt plus output tokens of one sequence at most.
         device: where model and cache are.
         copies: orders copies out of and into the cache after the steps.
+        grammars: of the requests.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class ModelRunner:
         self.max_model_len = resolve_max_model_len(config, model_config)
         self.device = backend.device
         self.copies: CopyQueue = copy_queue(backend.device)
+        self.grammars = Grammars(Path(config.model), model_config.vocab_size)
         self._model = model
         self._backend = backend
         self._graphs: DecodeGraphs | None = None
@@ -121,7 +124,7 @@ class ModelRunner:
             EngineFailure: torch raised, or the logits are not finite; nothing is stored any more.
         """
         drawing = [
-            (index, Row(chunk.sampling, chunk.position, chunk.history))
+            (index, self._row(chunk.sampling, chunk))
             for index, chunk in enumerate(chunks)
             if chunk.sampling is not None
         ]
@@ -134,6 +137,10 @@ class ModelRunner:
             for index, draw in zip(indices, drawn, strict=True):
                 draws[index] = draw
         return draws
+
+    def _row(self, sampling: SamplingParams, chunk: Chunk) -> Row:
+        allowed = self.grammars.allowed(sampling, chunk.position, chunk.history)
+        return Row(sampling, chunk.position, chunk.history, allowed)
 
     def logits(self, chunks: Sequence[Chunk], watch: LayerWatch | None = None) -> torch.Tensor:
         """The forward pass of :meth:`execute` without the draw.
@@ -187,6 +194,8 @@ class ModelRunner:
     def warm_up(self, *, decodes: bool = True) -> None:
         """Run the largest prompt chunk and a full batch of decodes, in the padding block; no other block changes.
 
+        Reads the tokenizer, too, for the grammars.
+
         Args:
             decodes: whether there will be steps of decodes alone; on a GPU they are captured then.
         """
@@ -197,6 +206,7 @@ class ModelRunner:
         self.execute([Chunk([0], 0, table, greedy)] * self.config.max_sequences)
         if decodes and self.device.type == "cuda" and self.config.cuda_graphs == "auto":
             self.capture_decodes(CudaRecorder(self.device))
+        self.grammars.warm_up()
 
     def capture_decodes(self, recorder: Recorder) -> tuple[int, ...]:
         """Have steps of decodes recorded, and replayed from now on.
