@@ -49,6 +49,7 @@ class EngineSection(msgspec.Struct, frozen=True, kw_only=True):
         prefix_cache: keep and share full blocks of earlier prompts.
         cuda_graphs: "auto" captures steps of decodes on a GPU, "off" launches them kernel by kernel.
         cuda_graph_batches: sizes of batch that are captured, ascending; None chooses.
+        pool_memory: the pool's memory in place of num_blocks: "8GiB", or "60%" of what is free after the weights.
     """
 
     dtype: str | None = None
@@ -63,10 +64,17 @@ class EngineSection(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache: bool | None = None
     cuda_graphs: Literal["auto", "off"] | None = None
     cuda_graph_batches: tuple[int, ...] | None = None
+    pool_memory: str | None = None
 
     def given(self) -> dict[str, Any]:
         """The settings that are not None."""
         return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+
+    def differing(self, own: EngineSection) -> dict[str, Any]:
+        """These settings with those of ``own`` in their place; the pool's size may be said in the other way there."""
+        other = {"num_blocks": "pool_memory", "pool_memory": "num_blocks"}
+        replaced = {other[name] for name in own.given() if name in other}
+        return {name: value for name, value in self.given().items() if name not in replaced} | own.given()
 
 
 class RoleSection(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Sequence
 
 import torch
 
@@ -60,6 +61,11 @@ class KVCache:
             ) from error
 
         self._layers = [(self.tensor[:, index, 0], self.tensor[:, index, 1]) for index in range(layout.num_layers)]
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, ``(source, target)`` each; every source is read before any target is written."""
+        sources, targets = torch.tensor(pairs, device=self.tensor.device).unbind(1)
+        self.tensor.index_copy_(0, targets, self.tensor.index_select(0, sources))
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of one layer: strided views ``[num_blocks, *layout.inner_shape()]``."""

@@ -4,8 +4,11 @@ History of the wire:
 
 * 1 -- first version, not released yet. Since its first draft: ``Grant.addresses`` (several) in place of
   ``Grant.address``, ``Handover.transport``, ``WorkerLoad.transport_fallbacks``, ``Tokens.logprobs``,
-  ``Heartbeat.transfer``, and in ``SamplingParams`` penalties, ``min_p``, ``logit_bias``,
-  ``logprobs`` and ``grammar``.
+  ``Heartbeat.transfer``, and in ``SamplingParams`` penalties, ``min_p``, ``logit_bias`` and ``logprobs``.
+* 2 -- ``SamplingParams.grammar``; ``PromptLogprobs``, and ``Prefill.prompt_logprobs`` and ``prompt_logprobs_from`` that
+  ask for them.
+  ``Prefill.forks``, ``Reserve.forks`` and ``Handover.fork_tokens``: several continuations of one prompt cross as one;
+  ``WorkerLoad.used_slots`` and ``empty_slots``.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from protocol.ids import Peer
 from protocol.messages import Envelope, Message
 
 MAGIC = b"KF"
-VERSION = 1
+VERSION = 2
 """The one version this release speaks."""
 HEADER = MAGIC + bytes([VERSION])
 MAX_FRAME_BYTES = 16 << 20

@@ -218,6 +218,20 @@ def test_a_secret_is_in_no_text_that_might_be_logged() -> None:
     assert (back, back.secret) == (orders[0], SECRET)
 
 
+def test_a_role_may_say_its_pool_the_other_way() -> None:
+    config = parse_config(
+        "model: m\nengine: {num_blocks: 64}\nprefill: {engine: {pool_memory: 1GiB}}\ndecode: {engine: {dtype: float32}}"
+    )
+    prefill_order, decode_order = (
+        order for order in worker_orders(config, ("tcp://h:1",), SECRET) if order.role != "router"
+    )
+    assert prefill_config(prefill_order, MODEL, "h").engine.pool_memory == "1GiB"
+    assert decode_config(decode_order, MODEL, "h").engine.num_blocks == 64
+    both = parse_config("model: m\nengine: {num_blocks: 64, pool_memory: 40%}")
+    with pytest.raises(ConfigError, match="num_blocks 64 and pool_memory '40%'"):
+        prefill_config(worker_orders(both, ("tcp://h:1",), SECRET)[0], MODEL, "h")
+
+
 def test_a_role_overrides_the_shared_engine() -> None:
     config = parse_config(
         "model: m\nengine: {num_blocks: 64, block_size: 8}\n"
