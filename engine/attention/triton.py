@@ -1,23 +1,25 @@
-"""Attention with the project's Triton kernels for stores and decodes; prompt chunks go the way of ``sdpa``."""
+"""Attention with the project's Triton kernels, on the blocks where they lie."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.attention.backend import AttentionBackend, AttentionPlan, Scoring
-from engine.attention.sdpa import Prompt, SDPAttention, prompts
 from engine.batch import FlatBatch
 from engine.decode_inputs import DecodeRows
 from engine.kernels.operands import HEAD_DIMS
 from engine.kernels.paged_decode import paged_decode
+from engine.kernels.paged_prefill import paged_prefill
 from engine.kernels.store_kv import store_kv
+from engine.kernels.tiles import plan_tiles
 from protocol.errors import ConfigError
 from protocol.layout import KVLayout
 
 
 class TritonAttention(AttentionBackend):
-    """Decodes read the blocks where they lie."""
+    """Two kernels a layer: one for the sequences of one token, one for the longer chunks."""
 
     def __init__(self, layout: KVLayout, device: torch.device) -> None:
         super().__init__(layout, device)
@@ -25,7 +27,6 @@ class TritonAttention(AttentionBackend):
             raise ConfigError(
                 f"attention 'triton' serves head_dim {HEAD_DIMS}, the model has {layout.head_dim}", field="attention"
             )
-        self.gathering = SDPAttention(layout, device)
 
     def plan(self, batch: FlatBatch) -> AttentionPlan:
         """The plan of one step."""
@@ -37,20 +38,16 @@ class TritonAttention(AttentionBackend):
 
 
 class TritonPlan(AttentionPlan):
-    """The decodes in one kernel, and prompt chunks one by one."""
+    """A step's block tables and lengths, on the device."""
 
     def __init__(self, backend: TritonAttention, batch: FlatBatch) -> None:
         super().__init__(backend.order)
-        self._backend = backend
-        self._batch = batch
+        self._kv_heads = backend.kv_heads
+        self._slots = torch.from_numpy(batch.slot_mapping).to(backend.device)
         counts = np.diff(batch.query_start_loc)
-        rows, device = np.flatnonzero(counts == 1), backend.device
-        self._chunks = np.flatnonzero(counts > 1)
-        self._slots = torch.from_numpy(batch.slot_mapping).to(device)
-        self._tokens = torch.from_numpy(batch.query_start_loc[rows]).to(device)
-        self._block_tables = torch.from_numpy(batch.block_table[rows]).to(device)
-        self._seq_lens = torch.from_numpy(batch.seq_lens[rows]).to(device)
-        self._prompts: dict[Scoring, list[Prompt]] = {}
+        chunks, decodes = np.flatnonzero(counts > 1), np.flatnonzero(counts == 1)
+        self._chunks = Chunks(batch, chunks, backend.device) if len(chunks) else None
+        self._decodes = Decodes(batch, decodes, backend.device) if len(decodes) else None
 
     def store(self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
         """Write K and V of the step's tokens to their slots."""
@@ -58,26 +55,66 @@ class TritonPlan(AttentionPlan):
 
     def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         """Causal attention of ``q`` [T, Hq, D]: [T, Hq, D]."""
-        chunks = self._prompts.get(scoring)
-        if chunks is None:
-            chunks = prompts(self._backend.gathering, self._batch, self._chunks, scoring)
-            self._prompts[scoring] = chunks
         out = q.new_empty(q.shape)
-        if self._tokens.numel():
-            out[self._tokens] = paged_decode(
-                q[self._tokens],
-                k_cache,
-                v_cache,
-                self._block_tables,
-                self._seq_lens,
-                scoring.scale,
-                self.order,
+        chunks, decodes = self._chunks, self._decodes
+        if chunks is not None:
+            tiles = chunks.tiles(q, q.shape[1] // self._kv_heads)
+            paged_prefill(
+                *(q, k_cache, v_cache, chunks.block_tables, chunks.query_start, chunks.seq_lens, tiles),
+                *(scoring.scale, self.order, out),
                 window=scoring.window,
                 softcap=scoring.softcap,
             )
-        for prompt in chunks:
-            out[prompt.tokens] = prompt.attend(q[prompt.tokens], k_cache, v_cache)
+        if decodes is not None:
+            out[decodes.tokens] = paged_decode(
+                *(q[decodes.tokens], k_cache, v_cache, decodes.block_tables, decodes.seq_lens),
+                *(scoring.scale, self.order),
+                window=scoring.window,
+                softcap=scoring.softcap,
+            )
         return out
+
+
+class Chunks:
+    """Sequences with several query tokens each, among all of a batch.
+
+    Attributes:
+        block_tables: int32 [B, M], of all sequences.
+        query_start: int32 [B + 1], likewise.
+        seq_lens: int32 [B], likewise.
+    """
+
+    def __init__(self, batch: FlatBatch, rows: NDArray[np.intp], device: torch.device) -> None:
+        self._batch = batch
+        self._rows = rows
+        self._tiles: dict[int, torch.Tensor] = {}
+        self.block_tables = torch.from_numpy(batch.block_table).to(device)
+        self.query_start = torch.from_numpy(batch.query_start_loc.astype(np.int32)).to(device)
+        self.seq_lens = torch.from_numpy(batch.seq_lens).to(device)
+
+    def tiles(self, q: torch.Tensor, group: int) -> torch.Tensor:
+        """Their tiles for ``q`` [T, Hq, D]; cut once, for the layers of a model have queries of one shape."""
+        found = self._tiles.get(group)
+        if found is None:
+            batch = self._batch
+            cut = plan_tiles(batch.query_start_loc, batch.seq_lens, self._rows, q.dtype, q.shape[2], group)
+            found = self._tiles[group] = torch.from_numpy(cut).to(q.device)
+        return found
+
+
+class Decodes:
+    """Sequences with one query token each.
+
+    Attributes:
+        tokens: int64 [R], where their tokens stand in the batch.
+        block_tables: int32 [R, M].
+        seq_lens: int32 [R].
+    """
+
+    def __init__(self, batch: FlatBatch, rows: NDArray[np.intp], device: torch.device) -> None:
+        self.tokens = torch.from_numpy(batch.query_start_loc[rows]).to(device)
+        self.block_tables = torch.from_numpy(batch.block_table[rows]).to(device)
+        self.seq_lens = torch.from_numpy(batch.seq_lens[rows]).to(device)
 
 
 class TritonDecodePlan(AttentionPlan):

@@ -21,7 +21,7 @@ import yaml
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from engine.kernels import paged_decode, store_kv
+from engine.kernels import paged_decode, paged_prefill, store_kv, tiles
 from engine.kernels.operands import HEAD_DIMS, TRITON_TYPE
 from protocol.errors import ConfigError, EngineFailure
 
@@ -84,15 +84,20 @@ class Usage:
 
 
 def variants(
-    dtypes: Sequence[torch.dtype] = tuple(TRITON_TYPE), head_dims: Sequence[int] = HEAD_DIMS
+    arch: str, dtypes: Sequence[torch.dtype] = tuple(TRITON_TYPE), head_dims: Sequence[int] = HEAD_DIMS
 ) -> Iterator[Variant]:
-    """Every kernel for the given element types and head dimensions, launched as its wrapper launches it."""
+    """Every kernel for the given element types and head dimensions, launched as its wrapper launches it on ``arch``.
+
+    Raises:
+        ConfigError: unknown architecture.
+    """
+    amd = _target(arch).backend == "hip"
     for dtype in dtypes:
         for head_dim in head_dims:
-            yield from _variants_of(dtype, head_dim)
+            yield from _variants_of(dtype, head_dim, amd=amd)
 
 
-def _variants_of(dtype: torch.dtype, head_dim: int) -> Iterator[Variant]:
+def _variants_of(dtype: torch.dtype, head_dim: int, *, amd: bool) -> Iterator[Variant]:
     element, label = TRITON_TYPE[dtype], f"{TRITON_TYPE[dtype]} D={head_dim}"
     caches = {"k_cache_ptr": f"*{element}", "v_cache_ptr": f"*{element}"}
     yield Variant(
@@ -113,6 +118,16 @@ def _variants_of(dtype: torch.dtype, head_dim: int) -> Iterator[Variant]:
             constants=paged_decode.split_constants(_GROUP, head_dim, _BLOCK_SIZE, launch.block_n, capped=capped),
             options={"num_warps": launch.num_warps, "num_stages": launch.num_stages},
         )
+    tiled = tiles.launch(dtype, head_dim, _GROUP, amd=amd)
+    indices = dict.fromkeys(("table_ptr", "query_start_ptr", "len_ptr", "tile_ptr"), "*i32")
+    for capped in (False, True):
+        yield Variant(
+            name=f"paged_prefill {label}{' capped' if capped else ''}",
+            kernel=paged_prefill.paged_prefill_kernel,
+            types=caches | scalars | indices | {"q_ptr": f"*{element}", "out_ptr": f"*{element}"},
+            constants=tiles.tile_constants(tiled, _GROUP, head_dim, _BLOCK_SIZE, capped=capped),
+            options={"num_warps": tiled.num_warps, "num_stages": tiles.EDGE_STAGES},
+        )
     yield Variant(
         name=f"paged_decode_reduce {label}",
         kernel=paged_decode.paged_decode_reduce_kernel,
@@ -129,8 +144,7 @@ def compile_variant(variant: Variant, arch: str) -> Usage:
         ConfigError: unknown architecture.
         EngineFailure: it does not compile; names the variant.
     """
-    if arch not in TARGETS:
-        raise ConfigError(f"arch must be one of {list(TARGETS)}, got {arch!r}", field="arch")
+    target = _target(arch)
     names = list(variant.kernel.arg_names)
     signature = {name: "constexpr" if name in variant.constants else variant.types.get(name, "i32") for name in names}
     # What the JIT finds out for aligned tensors whose rows are whole vectors; base pointers of a pool always are.
@@ -142,18 +156,24 @@ def compile_variant(variant: Variant, arch: str) -> Usage:
     constants = {(names.index(name),): value for name, value in variant.constants.items()}
     source = ASTSource(fn=variant.kernel, signature=signature, constexprs=constants, attrs=aligned)
     try:
-        compiled = triton.compile(source, target=TARGETS[arch], options=dict(variant.options))
+        compiled = triton.compile(source, target=target, options=dict(variant.options))
     except Exception as error:
         raise EngineFailure(f"{variant.name} does not compile for {arch}: {error}") from error
-    return _amd_usage(compiled) if TARGETS[arch].backend == "hip" else _nvidia_usage(compiled)
+    return _amd_usage(compiled) if target.backend == "hip" else _nvidia_usage(compiled)
+
+
+def _target(arch: str) -> GPUTarget:
+    if arch not in TARGETS:
+        raise ConfigError(f"arch must be one of {list(TARGETS)}, got {arch!r}", field="arch")
+    return TARGETS[arch]
 
 
 def budget() -> dict[str, dict[str, Usage]]:
     """Limits by architecture and kernel name, from ``budget.yaml``."""
     loaded = yaml.safe_load((resources.files("engine.kernels") / "budget.yaml").read_text(encoding="utf-8"))
     return {
-        arch: {kernel: Usage(registers, 0, limits["shared_bytes"]) for kernel, registers in limits["registers"].items()}
-        for arch, limits in loaded.items()
+        arch: {kernel: Usage(limit["registers"], 0, limit["shared_bytes"]) for kernel, limit in kernels.items()}
+        for arch, kernels in loaded.items()
     }
 
 

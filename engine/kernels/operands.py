@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from protocol.layout import Order
 TRITON_TYPE: dict[torch.dtype, str] = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 """Element types that the kernels are made for, by Triton's name."""
 
-HEAD_DIMS = (64, 80, 96, 128)
+HEAD_DIMS = (64, 80, 96, 128, 256)
 """Head dimensions that are tested and within the register budget."""
 
 
@@ -78,6 +79,33 @@ def check_operand(
     require(tensor.dtype == dtype, name, f"of dtype {dtype}", tensor.dtype)
     require(tensor.device == like.device, name, f"on {like.device}", tensor.device)
     require(tensor.numel() == 0 or tensor.stride(-1) == 1, name, "dense in its last dimension", tensor.stride())
+
+
+def check_queries(q: torch.Tensor, k_cache: torch.Tensor, cache: CacheGeometry) -> int:
+    """Check queries ``[T, heads, head_dim]`` of the cache ``k_cache``.
+
+    Returns:
+        Heads, a multiple of the cache's (GQA).
+
+    Raises:
+        EngineFailure: they do not fit the cache.
+    """
+    require(q.dim() == 3, "q", "of three dimensions", tuple(q.shape))
+    tokens, heads = q.shape[:2]
+    require(heads > 0 and heads % cache.kv_heads == 0, "q", f"of a multiple of {cache.kv_heads} heads", heads)
+    check_operand("q", q, k_cache, shape=(tokens, heads, cache.head_dim), dtype=k_cache.dtype)
+    return heads
+
+
+def check_scoring(scale: float, window: int, softcap: float) -> None:
+    """Check how scores are made.
+
+    Raises:
+        EngineFailure: a value is out of range.
+    """
+    require(math.isfinite(scale), "scale", "finite", scale)
+    require(window >= 0, "window", "at least 0", window)
+    require(softcap >= 0.0 and math.isfinite(softcap), "softcap", "at least 0 and finite", softcap)
 
 
 def check_device(cache: torch.Tensor, kernel: object) -> None:

@@ -10,14 +10,21 @@ parts by their log-sum-exp. Reference: :func:`engine.kernels.reference.paged_dec
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.operands import cache_geometry, check_device, check_operand, require
+from engine.kernels.operands import (
+    cache_geometry,
+    check_device,
+    check_operand,
+    check_queries,
+    check_scoring,
+    require,
+)
+from engine.kernels.scores import score, score_factors
 from protocol.layout import Order
 
 MAX_SPLITS = 32
@@ -62,10 +69,7 @@ def paged_decode_split_kernel(
     BLOCK_N: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
-    """Grid ``(rows, kv_heads, splits)``; scores are in base 2, as ``exp2`` is the GPU's own.
-
-    A score is ``product * score_out``, capped ``tanh(product * score_in) * score_out``. Window 0 sees all.
-    """
+    """Grid ``(rows, kv_heads, splits)``; scores are in base 2, as ``exp2`` is the GPU's own. Window 0 sees all."""
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
@@ -97,12 +101,7 @@ def paged_decode_split_kernel(
         k = tl.load(k_base + k_at[None, :] + dim[:, None], mask=seen[None, :] & in_dim[:, None], other=0.0)
         v_at = block * stride_vc_block + offset * stride_vc_token
         v = tl.load(v_base + v_at[:, None] + dim[None, :], mask=seen[:, None] & in_dim[None, :], other=0.0)
-        scores = tl.dot(q, k, input_precision="ieee")
-        if CAPPED:
-            # tanh by exp2, whose argument is never positive: it cannot overflow.
-            small = tl.exp2(tl.abs(scores * score_in) * -2.8853900817779268)
-            scores = tl.where(scores < 0.0, -1.0, 1.0) * (1.0 - small) / (1.0 + small)
-        scores = scores * score_out
+        scores = score(tl.dot(q, k, input_precision="ieee"), score_in, score_out, CAPPED)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new_top[:, None])
@@ -165,7 +164,7 @@ def launch(dtype: torch.dtype, head_dim: int) -> Launch:
     if dtype == torch.float32:
         # Exact float32 dots run without tensor cores and hold their operands in registers: longer tiles spill on sm_90.
         return Launch(block_n=32 if head_dim <= 64 else 16, num_warps=4, num_stages=2)
-    return Launch(block_n=64, num_warps=4, num_stages=2)
+    return Launch(block_n=64 if head_dim <= 128 else 32, num_warps=4, num_stages=2)
 
 
 def split_constants(group: int, head_dim: int, block_size: int, block_n: int, *, capped: bool) -> dict[str, int]:
@@ -227,17 +226,13 @@ def paged_decode(
         EngineFailure: an operand's shape, dtype, device or strides; names it and the value.
     """
     cache = cache_geometry(k_cache, v_cache, order)
-    require(q.dim() == 3, "q", "of three dimensions", tuple(q.shape))
-    rows, heads = q.shape[:2]
-    require(heads > 0 and heads % cache.kv_heads == 0, "q", f"of a multiple of {cache.kv_heads} heads", heads)
-    check_operand("q", q, k_cache, shape=(rows, heads, cache.head_dim), dtype=k_cache.dtype)
+    heads = check_queries(q, k_cache, cache)
+    rows = q.shape[0]
     require(block_tables.dim() == 2, "block_tables", "of two dimensions", tuple(block_tables.shape))
     table_shape = (rows, block_tables.shape[1])
     check_operand("block_tables", block_tables, k_cache, shape=table_shape, dtype=torch.int32)
     check_operand("seq_lens", seq_lens, k_cache, shape=(rows,), dtype=torch.int32)
-    require(math.isfinite(scale), "scale", "finite", scale)
-    require(window >= 0, "window", "at least 0", window)
-    require(softcap >= 0.0 and math.isfinite(softcap), "softcap", "at least 0 and finite", softcap)
+    check_scoring(scale, window, softcap)
     check_device(k_cache, paged_decode_split_kernel)
     out = torch.empty((rows, heads, cache.head_dim), dtype=q.dtype, device=q.device)
     if rows == 0:
@@ -257,8 +252,7 @@ def paged_decode(
         seq_lens,
         part,
         lse,
-        scale / softcap if softcap else 0.0,
-        (softcap or scale) * math.log2(math.e),
+        *score_factors(scale, softcap),
         window,
         *q.stride()[:2],
         *cache.k_strides,

@@ -7,6 +7,9 @@ from protocol.layout import KVLayout
 LAYERS, LAYER = 3, 1
 NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
+NOWHERE = 1 << 30
+"""A block id that nobody may follow."""
+
 
 def poisoned_pool(num_blocks, kv_heads, head_dim, block_size, dtype, order, device):
     """A pool of NaN, and the views of one layer's K and V that kernels are given."""
