@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from engine.config import EngineConfig
 from kv_transfer.choice import AUTO, MODES
 from protocol.errors import ConfigError
-from protocol.wire_layout import WIRE_ITEMSIZE, WireDtype
+from protocol.wire_layout import WIRE_DTYPES, WireDtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class DecodeConfig:
             ("routers", bool(self.routers), "at least one hub endpoint"),
             ("transport", self.transport in MODES, f"one of {', '.join(MODES)}"),
             ("transfer_timeout", self.transfer_timeout > 0, "above 0"),
-            ("wire_dtype", self.wire_dtype in (None, *WIRE_ITEMSIZE), f"one of {', '.join(WIRE_ITEMSIZE)}, or None"),
+            ("wire_dtype", self.wire_dtype in (None, *WIRE_DTYPES), f"one of {', '.join(WIRE_DTYPES)}, or None"),
             ("max_waiting", self.max_waiting >= 1, "at least 1"),
         ):
             if not valid:

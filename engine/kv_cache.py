@@ -11,6 +11,7 @@ import weakref
 
 import torch
 
+from engine.float8 import Scales
 from engine.shared_memory import allocate
 from protocol.errors import ConfigError, EngineFailure
 from protocol.layout import CacheDtype, KVLayout
@@ -19,6 +20,8 @@ TORCH_DTYPES: dict[CacheDtype, torch.dtype] = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
+    "float8_e4m3": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
 }
 """Element types by the names that a layout uses."""
 
@@ -60,10 +63,15 @@ class KVCache:
             ) from error
 
         self._layers = [(self.tensor[:, index, 0], self.tensor[:, index, 1]) for index in range(layout.num_layers)]
+        self._scales = [Scales(*layout.scales_of(index)) for index in range(layout.num_layers)]
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of one layer: strided views ``[num_blocks, *layout.inner_shape()]``."""
         return self._layers[index]
+
+    def scales(self, index: int) -> Scales:
+        """Of one layer."""
+        return self._scales[index]
 
     @property
     def in_host_memory(self) -> bool:

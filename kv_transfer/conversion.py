@@ -27,7 +27,8 @@ class Conversion:
         source: layout of the pool that is read.
         target: of the blocks that are made.
         moves: where each element goes, in elements of either side; a target block begins at its id times
-            ``target.elements``. The element type of ``source`` becomes that of ``target``, scaled if it says so.
+            ``target.elements``. The element type of ``source`` becomes that of ``target``, with the scales that either
+            has.
         incomplete: target blocks that the moves do not fill.
     """
 
@@ -39,7 +40,7 @@ class Conversion:
     @property
     def moves_only(self) -> bool:
         """Whether every element arrives as it is."""
-        return self.source.dtype == self.target.element
+        return self.target.takes_as_they_are(self.source)
 
     def runs(self) -> Runs:
         """The fewest contiguous runs, in the order of their targets."""

@@ -130,12 +130,26 @@ class ModelConfig:
 
 
 def _refuse_unserved(raw: Mapping[str, Any]) -> None:
-    if raw.get("quantization_config"):
+    if raw.get("quantization_config") and not _quantises_cache_alone(raw["quantization_config"]):
         raise UnsupportedArchitecture("quantization_config is not supported: the weights must be plain floats")
     if raw.get("pretraining_tp", 1) not in (None, 1):
         raise UnsupportedArchitecture(f"pretraining_tp {raw['pretraining_tp']!r} is not supported, only 1 is")
     if raw.get("use_bidirectional_attention"):
         raise UnsupportedArchitecture("use_bidirectional_attention is not supported: attention is causal")
+
+
+def _quantises_cache_alone(quantization: Any) -> bool:
+    """Whether the weights are plain, and the checkpoint has but a scale for K and for V of each layer."""
+    if not isinstance(quantization, dict) or quantization.get("config_groups"):
+        return False
+    scheme = quantization.get("kv_cache_scheme")
+    wanted = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    return (
+        quantization.get("quant_method") == "compressed-tensors"
+        and isinstance(scheme, dict)
+        and all(scheme.get(name) == value for name, value in wanted.items())
+        and bool(scheme.get("symmetric", True))
+    )
 
 
 def _activation(raw: Mapping[str, Any]) -> Activation:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.repack import FP8_MAX, WIRE_DTYPES, pack, unpack
+from engine.kv_cache import TORCH_DTYPES
+from engine.repack import pack, unpack
 from kv_transfer.conversion import convert
 from protocol.layout import CacheDtype, KVLayout, Order
 from protocol.wire_layout import WireDtype, WireLayout
@@ -26,7 +27,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 def filled(where: KVLayout, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(where.pool_shape(BLOCKS), generator=generator) * 3
-    return values.to(WIRE_DTYPES[where.dtype])
+    return values.to(TORCH_DTYPES[where.dtype])
 
 
 def sequence(pool: torch.Tensor, where: KVLayout, table: list[int], tokens: int) -> torch.Tensor:
@@ -73,7 +74,7 @@ def test_a_narrower_wire_rounds_once(order: Order, wire_dtype: WireDtype) -> Non
         here = memory_of(landing)[block * wire.block_bytes : (block + 1) * wire.block_bytes]
         pack(memory_of(pool), where, found.moves, here, wire, found.incomplete)
     unpack(memory_of(landing), wire, blocks, memory_of(arrived))
-    assert torch.equal(arrived[blocks], pool[blocks].to(WIRE_DTYPES[wire_dtype]).float())
+    assert torch.equal(arrived[blocks], pool[blocks].to(TORCH_DTYPES[wire_dtype]).float())
     others = [block for block in range(BLOCKS) if block not in blocks]
     assert torch.equal(arrived[others], filled(where, 1)[others])
 
@@ -87,7 +88,7 @@ def through_fp8(pool: torch.Tensor, where: KVLayout, target: KVLayout | None = N
     landing = torch.full((count * wire.block_bytes,), 255, dtype=torch.uint8)
     found = convert(where, range(BLOCKS), wire, range(count), range(tokens))
     pack(memory_of(pool), where, found.moves, memory_of(landing), wire, found.incomplete)
-    arrived = torch.zeros(there.pool_shape(count), dtype=WIRE_DTYPES[there.dtype])
+    arrived = torch.zeros(there.pool_shape(count), dtype=TORCH_DTYPES[there.dtype])
     unpack(memory_of(landing), wire, range(count), memory_of(arrived))
     return arrived
 
@@ -103,7 +104,7 @@ def test_fp8_keeps_every_element_to_a_sixteenth(order: Order, dtype: CacheDtype)
     arrived = through_fp8(pool, where).float()
     largest = pool.float().abs().amax((3, 5) if order == "NHD" else (4, 5), keepdim=True)
     # Three bits of mantissa round to one part in sixteen; below the smallest normal number steps are equal.
-    bound = (pool.float().abs() / 16).maximum(largest / FP8_MAX * 2.0**-10) * 1.01
+    bound = (pool.float().abs() / 16).maximum(largest / 448.0 * 2.0**-10) * 1.01
     assert (arrived - pool.float()).abs().le(bound).all()
 
 

@@ -11,16 +11,21 @@ from engine.kernels.store_kv import store_kv
 from protocol.errors import ConfigError, EngineFailure
 
 # 96 is padded to 128 just as 80 is, and float16 compiles to what bfloat16 does.
-REPRESENTATIVES = [(torch.float32, (64, 80, 128)), (torch.bfloat16, (64, 80, 128)), (torch.float16, (128,))]
+REPRESENTATIVES = [
+    (torch.float32, (64, 80, 128), (None,)),
+    (torch.bfloat16, (64, 80, 128), (None,)),
+    (torch.float16, (128,), (None,)),
+    (torch.bfloat16, (128,), (torch.float8_e4m3fn,)),
+]
 
 
 @pytest.mark.parametrize("arch", TARGETS)
-@pytest.mark.parametrize(("dtype", "head_dims"), REPRESENTATIVES, ids=str)
-def test_within_budget(arch, dtype, head_dims):
+@pytest.mark.parametrize(("dtype", "head_dims", "cache_dtypes"), REPRESENTATIVES, ids=str)
+def test_within_budget(arch, dtype, head_dims, cache_dtypes):
     limits = budget()[arch]
     over = [
         f"{arch} {variant.name}: {line}"
-        for variant in variants([dtype], head_dims)
+        for variant in variants([dtype], head_dims, cache_dtypes)
         for line in compile_variant(variant, arch).over(limits[variant.family])
     ]
     assert not over, "\n".join(over)
@@ -50,7 +55,7 @@ def test_each_figure_over_its_limit_is_named():
 
 @pytest.mark.parametrize(("arch", "block_n"), [("sm_90", 64), ("gfx942", 128)])
 def test_a_tile_that_is_too_long_is_seen_to_spill(arch, block_n):
-    fitting, _ = (v for v in variants([torch.float32], [128]) if v.kernel is paged_decode_split_kernel)
+    fitting, _ = (v for v in variants([torch.float32], [128], [None]) if v.kernel is paged_decode_split_kernel)
     long = dataclasses.replace(
         fitting, constants={**fitting.constants, "BLOCK_N": block_n}, options={"num_warps": 8, "num_stages": 2}
     )
@@ -60,7 +65,7 @@ def test_a_tile_that_is_too_long_is_seen_to_spill(arch, block_n):
 
 
 def test_what_does_not_compile_is_named():
-    good, _ = (v for v in variants([torch.float16], [64]) if v.kernel is paged_decode_split_kernel)
+    good, _ = (v for v in variants([torch.float16], [64], [None]) if v.kernel is paged_decode_split_kernel)
     broken = Variant("broken", good.kernel, good.types, {**good.constants, "BLOCK_N": 48})
     with pytest.raises(EngineFailure, match="broken does not compile for sm_80"):
         compile_variant(broken, "sm_80")
