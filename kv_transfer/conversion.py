@@ -50,11 +50,15 @@ class Conversion:
         """The fewest spans of bytes, in the order of their targets.
 
         Raises:
-            LayoutMismatch: elements change on the way, so that no copy of bytes will do; names both dtypes.
+            LayoutMismatch: elements change on the way, so that no copy of bytes will do; names both dtypes, or scales.
         """
         if not self.moves_only:
-            dtypes = f"dtype: {self.source.dtype!r} here, {self.target.element!r} there"
-            raise LayoutMismatch(f"spans move bytes and convert nothing: {dtypes}", field="dtype")
+            here, there = self.source.dtype, self.target.element
+            if here != there:
+                differing = f"dtype: {here!r} here, {there!r} there"
+            else:
+                differing = "; ".join(self.source.differences(self.target.layout))
+            raise LayoutMismatch(f"spans move bytes and convert nothing: {differing}", field="dtype")
         size = self.source.itemsize
         return [Span(source * size, target * size, count * size) for source, target, count in self.runs().tolist()]
 

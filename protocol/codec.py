@@ -5,6 +5,7 @@ History of the wire:
 * 1 -- first version, not released yet. Since its first draft: ``Grant.addresses`` (several) in place of
   ``Grant.address``, ``Handover.transport``, ``WorkerLoad.transport_fallbacks``, ``Tokens.logprobs``,
   ``Heartbeat.transfer``, and in ``SamplingParams`` penalties, ``min_p``, ``logit_bias`` and ``logprobs``.
+* 2 -- ``KVLayout.dtype`` may be an eight-bit one, and ``KVLayout.scales`` says what its elements are multiplied by.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from protocol.ids import Peer
 from protocol.messages import Envelope, Message
 
 MAGIC = b"KF"
-VERSION = 1
+VERSION = 2
 """The one version this release speaks."""
 HEADER = MAGIC + bytes([VERSION])
 MAX_FRAME_BYTES = 16 << 20

@@ -18,15 +18,15 @@ SCALED = Scales(0.013, 0.3)
 
 
 @triton.jit
-def narrow_kernel(in_ptr, out_ptr, inverse, N: tl.constexpr, FORMAT: tl.constexpr):
-    at = tl.program_id(0) * N + tl.arange(0, N)
-    tl.store(out_ptr + at, float8.narrowed(tl.load(in_ptr + at), inverse, FORMAT))
+def narrow_kernel(in_ptr, out_ptr, inverse, n: tl.constexpr, form: tl.constexpr):
+    at = tl.program_id(0) * n + tl.arange(0, n)
+    tl.store(out_ptr + at, float8.narrowed(tl.load(in_ptr + at), inverse, form))
 
 
 @triton.jit
-def widen_kernel(in_ptr, out_ptr, N: tl.constexpr, FORMAT: tl.constexpr):
-    at = tl.arange(0, N)
-    tl.store(out_ptr + at, float8.widened(tl.load(in_ptr + at), FORMAT).to(out_ptr.dtype.element_ty))
+def widen_kernel(in_ptr, out_ptr, n: tl.constexpr, form: tl.constexpr):
+    at = tl.arange(0, n)
+    tl.store(out_ptr + at, float8.widened(tl.load(in_ptr + at), form).to(out_ptr.dtype.element_ty))
 
 
 @pytest.mark.parametrize("kept", LARGEST, ids=str)
@@ -34,7 +34,7 @@ def test_every_code_is_widened(kept, device):
     codes = torch.arange(256, dtype=torch.int16).to(device, torch.uint8)
     for wide in TOLERANCE:
         out = torch.empty(256, dtype=wide, device=device)
-        widen_kernel[(1,)](codes, out, N=256, FORMAT=float8.FORMATS[kept])
+        widen_kernel[(1,)](codes, out, n=256, form=float8.FORMATS[kept])
         expected = widened(codes.view(kept), wide)
         torch.testing.assert_close(out, expected, rtol=0.0, atol=0.0, equal_nan=True)
 
@@ -49,7 +49,7 @@ def test_numbers_of_every_size_are_kept_as_torch_keeps_them(dtype, kept, device)
     values = torch.cat((values.view(torch.float32), near, ties)).to(device, dtype)
     values[values.isnan()] = torch.nan  # numpy, which interprets, warns of those that are to signal
     out = torch.empty(len(values), dtype=torch.uint8, device=device)
-    narrow_kernel[(len(values) // 4096,)](values, out, 1 / 1.4, N=4096, FORMAT=float8.FORMATS[kept])
+    narrow_kernel[(len(values) // 4096,)](values, out, 1 / 1.4, n=4096, form=float8.FORMATS[kept])
     expected = narrowed(values, kept, 1.4)
     none = expected.float().isnan()
     assert torch.equal(none, values.isnan())
