@@ -96,11 +96,11 @@ class _BringUp:
 
     def run(self) -> ClusterState:
         config = self._config
-        router = router_order(config, *_free_ports(config, self._store))
-        check_orders([router], self._model)
-        # In the record before any worker has it: whatever joins later must know the same one.
+        # In the record before anybody has it: whatever joins later must know the same one.
         secret = secrets.token_hex(SECRET_BYTES)
         self._record(secret=secret)
+        router = router_order(config, *_free_ports(config, self._store), secret)
+        check_orders([router], self._model)
         node = self._node()
         with connect(node, config.name) as ray:
             here = "127.0.0.1" if node.owned else ray.util.get_node_ip_address()

@@ -36,7 +36,7 @@ class ActorOrder(msgspec.Struct, frozen=True, kw_only=True):
         port, hub_port: of the router, the same in each of its lives.
         routers: hub endpoint of every router; empty for a router.
         threads: compute threads.
-        secret: what the ends of a KV connection must know.
+        secret: what every process of the cluster must know to be spoken with.
     """
 
     name: str
@@ -67,13 +67,13 @@ class ActorOrder(msgspec.Struct, frozen=True, kw_only=True):
         return {"OMP_NUM_THREADS": str(self.threads)}
 
 
-def router_order(config: ClusterConfig, port: int, hub_port: int) -> ActorOrder:
-    """The order of the one router."""
-    return ActorOrder(name=ROUTER_NAME, role="router", config=config, port=port, hub_port=hub_port)
+def router_order(config: ClusterConfig, port: int, hub_port: int, secret: str = "") -> ActorOrder:
+    """The order of the one router; ``secret`` is the whole cluster's."""
+    return ActorOrder(name=ROUTER_NAME, role="router", config=config, port=port, hub_port=hub_port, secret=secret)
 
 
 def worker_orders(config: ClusterConfig, routers: tuple[str, ...], secret: str = "") -> list[ActorOrder]:
-    """The orders of all workers, prefill first; ``secret`` is one for the whole cluster."""
+    """The orders of all workers, prefill first; ``secret`` is the whole cluster's."""
     roles: tuple[Literal["prefill", "decode"], ...] = ("prefill", "decode")
     return [
         ActorOrder(
@@ -109,6 +109,7 @@ def router_config(order: ActorOrder, model: Path, host: str) -> RouterConfig:
         "lease_ttl": config.transfer.lease_ttl,
         "api_keys": config.router.api_keys or "",
         "public": config.router.public,
+        "secret": order.secret,
     }
     with _at("router"):
         return RouterConfig(**_with_limits("router.limits", RouterConfig, given, config.router.limits))
@@ -171,7 +172,7 @@ def _worker(order: ActorOrder, model: Path, host: str) -> dict[str, Any]:
         "bind_host": host,
         "transfer_timeout": order.config.transfer.timeout,
         "transfer_checksum": order.config.transfer.checksum,
-        "transfer_secret": order.secret,
+        "secret": order.secret,
     }
 
 

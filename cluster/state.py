@@ -82,7 +82,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
         hub: the router's hub endpoint.
         model: what clients call the model.
         transport: of the KV blocks.
-        secret: what the ends of a KV connection must know; the file is readable by its owner alone.
+        secret: what every process of the cluster must know to be spoken with; the file is readable by its owner alone.
         ready: whether it came up.
     """
 

@@ -23,7 +23,7 @@ class DecodeConfig:
         transport: URI scheme of the KV receiver; "auto" listens by every transport that works here.
         transfer_timeout: seconds without progress after which a connection is given up.
         transfer_checksum: take no blocks without a checksum.
-        transfer_secret: what both ends of a KV connection must know; empty lets everybody in.
+        secret: what everybody must know who speaks with this worker; empty lets everybody in.
         wire_dtype: element type in which blocks cross; None is the pool's own. Another one costs precision.
         max_waiting: requests in the queue for a reservation before new ones are refused.
 
@@ -39,7 +39,7 @@ class DecodeConfig:
     transport: str = AUTO
     transfer_timeout: float = 10.0
     transfer_checksum: bool = False
-    transfer_secret: str = field(default="", repr=False)
+    secret: str = field(default="", repr=False)
     wire_dtype: WireDtype | None = None
     max_waiting: int = 1024
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import zmq.asyncio
 
+from protocol.curve import CurveKeys
 from protocol.errors import ConfigError, KVFerryError, ProtocolError
 from protocol.ids import Peer
 from protocol.messages import Message, PrefillAddress
@@ -29,6 +30,7 @@ class PrefillPeers:
         me: this worker.
         receive: called with ``(sender, message)``.
         refused: called with an error for each frame that does not decode, and for an endpoint that is none.
+        keys: that every prefill worker must have; None speaks to any.
 
     Attributes:
         broken: done, with the error, once ``receive`` has raised: that connection hears nothing more.
@@ -41,11 +43,13 @@ class PrefillPeers:
         *,
         receive: Callable[[Peer, Message], None],
         refused: Callable[[KVFerryError], None],
+        keys: CurveKeys | None = None,
     ) -> None:
         self._context = context
         self._me = me
         self._receive = receive
         self._refused = refused
+        self._keys = keys
         self._spokes: dict[str, tuple[Spoke, asyncio.Task[None]]] = {}
         self._used: dict[str, float] = {}
         self._closed = False
@@ -57,7 +61,7 @@ class PrefillPeers:
             return False
         if address.endpoint not in self._spokes:
             try:
-                spoke = Spoke(self._context, self._me, address.endpoint)
+                spoke = Spoke(self._context, self._me, address.endpoint, keys=self._keys)
             except ConfigError as error:
                 self._refused(error)
                 return False

@@ -25,6 +25,7 @@ from decode_worker.sequence import Sequence
 from engine.block_pool import BlockPool
 from engine.pool_watch import PoolWatch
 from kv_transfer.transport import TransportConfig
+from protocol.curve import CurveKeys
 from protocol.errors import (
     ContextLengthExceeded,
     InvalidRequest,
@@ -109,18 +110,20 @@ class DecodeWorker:
         config = TransportConfig(
             timeout=self.config.transfer_timeout,
             checksum=self.config.transfer_checksum,
-            secret=self.config.transfer_secret,
+            secret=self.config.secret,
             name=str(self.me),
         )
         transport, host = self.config.transport, self.config.bind_host
         reception = Reception(runner.cache, runner.copies, wire, transport, host, config)
         resources.push_async_callback(reception.close)
         receiver = reception.receiver
+        keys = CurveKeys.drawn_from(self.config.secret)
         self._peers = PrefillPeers(
             context,
             self.me,
             receive=self._from_prefill,
             refused=lambda error: logger.warning("of a prefill worker: %s", error),
+            keys=keys,
         )
         resources.push_async_callback(self._peers.close)
         self._imports = Imports(
@@ -151,6 +154,7 @@ class DecodeWorker:
             heartbeat=self._heartbeat,
             on_message=self._from_router,
             on_router_lost=self._router_lost,
+            keys=keys,
         )
         resources.push_async_callback(self._link.close)
         self._link.start()

@@ -23,7 +23,7 @@ class PrefillConfig:
         streams: TCP connections per decode worker.
         transfer_timeout: seconds without progress after which a ship fails.
         transfer_checksum: send a checksum with the blocks.
-        transfer_secret: what both ends of a KV connection must know; empty lets everybody in.
+        secret: what everybody must know who speaks with this worker; empty lets everybody in.
         layers_per_ship: the last chunk of a prompt ships in ranges of so many layers while its later ones compute;
             0 ships it whole, once its step has ended, and so does a pool on a GPU.
         staging_bytes: memory at most in which blocks are made that cannot go straight from the pool: the decode
@@ -43,7 +43,7 @@ class PrefillConfig:
     streams: int = 2
     transfer_timeout: float = 10.0
     transfer_checksum: bool = False
-    transfer_secret: str = field(default="", repr=False)
+    secret: str = field(default="", repr=False)
     layers_per_ship: int = 15
     staging_bytes: int = 64 << 20
     max_waiting: int = 1024

@@ -25,6 +25,7 @@ from kv_transfer.transport import TransportConfig
 from prefill_worker.config import PrefillConfig
 from prefill_worker.exports import Exports
 from prefill_worker.scheduler import PrefillScheduler, Progress, Prompt, Work, chunks_of
+from protocol.curve import CurveKeys
 from protocol.errors import ContextLengthExceeded, InvalidRequest, KVFerryError, Overloaded, ProtocolError
 from protocol.ids import Peer, RequestKey
 from protocol.loops import Loops
@@ -107,7 +108,8 @@ class PrefillWorker:
         )
         context = zmq.asyncio.Context()
         resources.callback(context.term)
-        self._hub = Hub(context, self.me, f"tcp://{self.config.bind_host}:0")
+        keys = CurveKeys.drawn_from(self.config.secret)
+        self._hub = Hub(context, self.me, f"tcp://{self.config.bind_host}:0", keys=keys)
         resources.callback(self._hub.close)
         self._exports = Exports(
             self.pool,
@@ -122,7 +124,7 @@ class PrefillWorker:
                 streams=self.config.streams,
                 timeout=self.config.transfer_timeout,
                 checksum=self.config.transfer_checksum,
-                secret=self.config.transfer_secret,
+                secret=self.config.secret,
                 name=str(self.me),
             ),
             staging_bytes=self.config.staging_bytes,
@@ -146,6 +148,7 @@ class PrefillWorker:
             heartbeat=self._heartbeat,
             on_message=self._from_router,
             on_router_lost=self._router_lost,
+            keys=keys,
         )
         resources.push_async_callback(self._link.close)
         self._link.start()

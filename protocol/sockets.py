@@ -12,14 +12,20 @@ from typing import cast
 
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
 
 from protocol.codec import MAX_FRAME_BYTES, decode, encode
-from protocol.errors import ConfigError, StartFailed
+from protocol.connections import RECONNECT_AFTER, Connections
+from protocol.curve import CurveKeys
+from protocol.errors import AuthenticationFailed, ConfigError, StartFailed
 from protocol.ids import Peer
 from protocol.messages import Envelope, Message
 
 HIGH_WATER_MARK = 100_000
 """Frames queued for one peer before a send is refused; a peer that is that far behind is dead to us."""
+COMES, GOES = zmq.Event.ACCEPTED, zmq.Event.DISCONNECTED
+"""What a hub is told of its connections."""
+REFUSED = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_AUTH
 
 
 def _options(socket: zmq.asyncio.Socket) -> None:
@@ -27,9 +33,27 @@ def _options(socket: zmq.asyncio.Socket) -> None:
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-    socket.setsockopt(zmq.RECONNECT_IVL, 50)
+    socket.setsockopt(zmq.RECONNECT_IVL, round(RECONNECT_AFTER * 1000))
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     socket.setsockopt(zmq.IPV6, 0)
+
+
+def _news(context: zmq.asyncio.Context, socket: zmq.asyncio.Socket, events: int) -> zmq.asyncio.Socket:
+    """Where libzmq tells of a socket's connections."""
+    endpoint = f"inproc://connections-of-{int(socket.FD)}"
+    news: zmq.asyncio.Socket = context.socket(zmq.PAIR)
+    # Without a bound: libzmq's own thread would wait for us where one is reached.
+    news.setsockopt(zmq.RCVHWM, 0)
+    socket.monitor(endpoint, events)
+    news.connect(endpoint)
+    return news
+
+
+def _close(socket: zmq.asyncio.Socket, news: zmq.asyncio.Socket | None) -> None:
+    if news is not None and not socket.closed:
+        socket.monitor(None, 0)
+        news.close(linger=0)
+    socket.close(linger=0)
 
 
 def _queued(sent: object) -> None:
@@ -40,23 +64,39 @@ def _queued(sent: object) -> None:
 class Hub:
     """A bound ROUTER socket: many peers, each known by the identity it connected with.
 
-    Life cycle: made bound, :meth:`receive` in a loop, :meth:`send` at will, :meth:`close` once.
+    Life cycle: made bound, :meth:`receive` (and :meth:`left`) in a loop, :meth:`send` at will, :meth:`close` once.
+
+    Args:
+        keys: that every peer must have; None hears everybody.
+        watched: for :meth:`left`, which must then be called in a loop.
 
     Raises:
         StartFailed: the address cannot be bound; names it.
     """
 
-    def __init__(self, context: zmq.asyncio.Context, me: Peer, bind: str) -> None:
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        me: Peer,
+        bind: str,
+        *,
+        keys: CurveKeys | None = None,
+        watched: bool = False,
+    ) -> None:
         self.me = me
         self._socket: zmq.asyncio.Socket = context.socket(zmq.ROUTER)
         _options(self._socket)
+        if keys is not None:
+            keys.guard(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # A peer that reconnects under its old identity takes it over from the dead connection.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._connections = Connections()
+        self._news = _news(context, self._socket, COMES | GOES) if watched else None
         try:
             self._socket.bind(bind)
         except zmq.ZMQError as error:
-            self._socket.close(linger=0)
+            self.close()
             raise StartFailed(f"{me.name} cannot bind {bind}: {error}") from error
 
     @property
@@ -70,8 +110,29 @@ class Hub:
         Raises:
             ProtocolError: a frame that does not decode; the next call goes on with the next frame.
         """
-        parts = await self._socket.recv_multipart()
-        return parts[0], decode(parts[-1])
+        if not self._connections.nameless:
+            identity, *_, frame = await self._socket.recv_multipart()
+            return identity, decode(frame)
+        # Frames that know their connection cost some microseconds more each.
+        sender, *_, last = await self._socket.recv_multipart(copy=False)
+        identity = sender.bytes
+        self._connections.named(int(last.get(zmq.SRCFD)), identity)
+        return identity, decode(last.bytes)
+
+    async def left(self) -> bytes:
+        """The identity of the next peer whose connection has ended, as its process's death ends it.
+
+        It may come back by a new one. A peer that was never heard, or that stopped without a word, does not show here.
+        """
+        assert self._news is not None, "made to be watched"
+        while True:
+            told = parse_monitor_message(await self._news.recv_multipart())
+            if told["event"] & COMES:
+                self._connections.accepted(told["value"])
+            else:
+                identity = self._connections.ended(told["value"])
+                if identity is not None:
+                    return identity
 
     def send(self, identity: bytes, body: Message) -> bool:
         """Queue ``body`` for a peer; False when it is gone or too far behind. Never blocks."""
@@ -83,7 +144,7 @@ class Hub:
 
     def close(self) -> None:
         """Close at once; what is queued is dropped."""
-        self._socket.close(linger=0)
+        _close(self._socket, self._news)
 
 
 class Spoke:
@@ -91,11 +152,23 @@ class Spoke:
 
     Life cycle: as :class:`Hub`, connected in place of bound.
 
+    Args:
+        keys: that the peer must have; None speaks to everybody.
+        watched: for :meth:`connected`, which must then be called in a loop.
+
     Raises:
         ConfigError: ``endpoint`` is no address; names it.
     """
 
-    def __init__(self, context: zmq.asyncio.Context, me: Peer, endpoint: str) -> None:
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        me: Peer,
+        endpoint: str,
+        *,
+        keys: CurveKeys | None = None,
+        watched: bool = False,
+    ) -> None:
         self.me = me
         self.endpoint = endpoint
         self._socket: zmq.asyncio.Socket = context.socket(zmq.DEALER)
@@ -107,10 +180,13 @@ class Spoke:
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
         self._socket.setsockopt(zmq.HEARTBEAT_TTL, 5000)
         self._socket.setsockopt(zmq.IDENTITY, str(me).encode())
+        if keys is not None:
+            keys.present(self._socket)
+        self._news = _news(context, self._socket, zmq.Event.HANDSHAKE_SUCCEEDED | REFUSED) if watched else None
         try:
             self._socket.connect(endpoint)
         except zmq.ZMQError as error:
-            self._socket.close(linger=0)
+            self.close()
             raise ConfigError(f"endpoint must be an address, got {endpoint!r}: {error}", field="endpoint") from error
 
     async def receive(self) -> Envelope:
@@ -120,6 +196,17 @@ class Spoke:
             ProtocolError: a frame that does not decode.
         """
         return decode(await self._socket.recv())
+
+    async def connected(self) -> None:
+        """Return when a connection has been made: the first, or one after the other was lost.
+
+        Raises:
+            AuthenticationFailed: whoever answers is none of this cluster; the next call goes on.
+        """
+        assert self._news is not None, "made to be watched"
+        told = parse_monitor_message(await self._news.recv_multipart())
+        if told["event"] & REFUSED:
+            raise AuthenticationFailed(f"{self.endpoint} does not speak with us: it has another secret, or none")
 
     def send(self, body: Message) -> bool:
         """Queue ``body``; False when the peer is too far behind. Never blocks."""
@@ -131,4 +218,4 @@ class Spoke:
 
     def close(self) -> None:
         """Close at once; what is queued is dropped."""
-        self._socket.close(linger=0)
+        _close(self._socket, self._news)

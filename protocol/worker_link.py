@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 
 import zmq.asyncio
 
-from protocol.errors import ProtocolError
+from protocol.curve import CurveKeys
+from protocol.errors import AuthenticationFailed, ProtocolError
 from protocol.ids import Peer
 from protocol.loops import Loops
 from protocol.messages import Heartbeat, Message
@@ -35,6 +36,7 @@ class WorkerLink:
         heartbeat: gives the current heartbeat.
         on_message: called with ``(router, message)`` for each message.
         on_router_lost: called with the former incarnation of a router that started again.
+        keys: that every router must have; None serves any.
     """
 
     def __init__(
@@ -46,8 +48,9 @@ class WorkerLink:
         heartbeat: Callable[[], Heartbeat],
         on_message: Callable[[Peer, Message], None],
         on_router_lost: Callable[[Peer], None],
+        keys: CurveKeys | None = None,
     ) -> None:
-        self._spokes = [Spoke(context, me, endpoint) for endpoint in routers]
+        self._spokes = [Spoke(context, me, endpoint, keys=keys, watched=True) for endpoint in routers]
         self._heartbeat = heartbeat
         self._on_message = on_message
         self._on_router_lost = on_router_lost
@@ -59,6 +62,7 @@ class WorkerLink:
         """Begin to receive and to send heartbeats."""
         for spoke in self._spokes:
             self._loops.start(f"router-link {spoke.endpoint}", self._receive(spoke))
+            self._loops.start(f"router-return {spoke.endpoint}", self._greet(spoke))
         self._loops.start("heartbeat", self._beat())
 
     @property
@@ -87,6 +91,21 @@ class WorkerLink:
         while True:
             self.announce()
             await asyncio.sleep(HEARTBEAT_INTERVAL)
+
+    async def _greet(self, spoke: Spoke) -> None:
+        refused = False
+        while True:
+            try:
+                await spoke.connected()
+            except AuthenticationFailed as error:
+                # It is tried again for ever, and nothing new to say.
+                if not refused:
+                    logger.warning("%s", error)
+                refused = True
+                continue
+            refused = False
+            # The router has seen the end of the former connection, and waits but shortly for a sign of life.
+            spoke.send(self._heartbeat())
 
     async def _receive(self, spoke: Spoke) -> None:
         while True:

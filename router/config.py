@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
 import math
 import re
@@ -36,6 +37,7 @@ class RouterConfig:
         request_timeout: time limit of one request, and the most a client may ask for.
         stop_grace: how long a stopping server lets open answers go on.
         api_keys: file of the keys that may ask, see ``router.front.keys``; "" lets everybody in.
+        secret: what every worker must know; "" hears everybody.
         public: listen on an address that is not this machine's own though there are no keys.
 
     Raises:
@@ -64,6 +66,7 @@ class RouterConfig:
     stop_grace: float = 5.0
     api_keys: str = ""
     public: bool = False
+    secret: str = dataclasses.field(default="", repr=False)
 
     def __post_init__(self) -> None:
         for field in ("model", "tokenizer", "host"):

@@ -150,6 +150,10 @@ class Dispatcher:
                 return False
         return True
 
+    def disconnected(self, identity: bytes, now: float) -> None:
+        """A worker's connection has ended."""
+        self._registry.disconnected(identity, now)
+
     def tick(self, now: float) -> None:
         """Time passed."""
         self._workers_changed(self._registry.tick(now), now)

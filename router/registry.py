@@ -1,14 +1,16 @@
 """Which workers there are, and which of them live. Decides only; the service does the I/O.
 
-Life of a worker here: it joins with its first heartbeat, is lost when heartbeats stop, its step loop is wedged or a
-frame cannot be queued for it, joins again when it beats well, is replaced by a newer incarnation of the same name, and
-is forgotten when it was lost for long. A worker that drains is live, but takes no new work.
+Life of a worker here: it joins with its first heartbeat, is lost when heartbeats stop, when its connection ends and no
+heartbeat comes over a new one at once, when its step loop is wedged or a frame cannot be queued for it, joins again
+when it beats well, is replaced by a newer incarnation of the same name, and is forgotten when it was lost for long. A
+worker that drains is live, but takes no new work.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from protocol.connections import RECONNECT_AFTER
 from protocol.ids import Peer
 from protocol.messages import Heartbeat, WorkerLoad, WorkerProfile
 from protocol.transfer_counts import TransferCounts
@@ -16,6 +18,10 @@ from router.totals import Totals
 
 MAX_WORKERS = 4096
 """Names that are remembered at most; heartbeats of further ones are not heard."""
+
+
+RECONNECTING = 0.25
+"""Seconds in which a worker whose connection has ended beats over a new one, if it lives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +34,7 @@ class Worker:
         lost: why it is not live; empty while it is.
         transfer: what it counts of its handoffs.
         earlier: what earlier incarnations of the name had counted when they were last heard of.
+        disconnected: when its connection ended, if nothing was heard over another one since.
     """
 
     peer: Peer
@@ -38,6 +45,7 @@ class Worker:
     lost: str = ""
     transfer: TransferCounts = field(default_factory=TransferCounts)
     earlier: Totals = field(default_factory=Totals)
+    disconnected: float | None = None
 
     @property
     def totals(self) -> Totals:
@@ -101,7 +109,10 @@ class WorkerRegistry:
         wedged = f"its step loop has stood for {age:.1f} s" if age > self._step_age_bound else ""
         same = known is not None and known.peer == sender
         earlier = Totals() if known is None else known.earlier if same else known.totals
-        worker = Worker(sender, identity, message.profile, message.load, now, wedged, message.transfer, earlier)
+        ended = known.disconnected if same and known is not None else None
+        if ended is not None and now - ended >= RECONNECT_AFTER:
+            ended = None
+        worker = Worker(sender, identity, message.profile, message.load, now, wedged, message.transfer, earlier, ended)
         self._workers[sender.name] = worker
         events: list[WorkerEvent] = []
         if known is not None and known.live and not same:
@@ -112,8 +123,14 @@ class WorkerRegistry:
             events.append(WorkerJoined(sender, returned=same))
         return events
 
+    def disconnected(self, identity: bytes, now: float) -> None:
+        """The last connection of whoever has that identity ended: its process did, or it makes another one."""
+        for name, worker in self._workers.items():
+            if worker.identity == identity and worker.live:
+                self._workers[name] = replace(worker, disconnected=now)
+
     def tick(self, now: float) -> list[WorkerEvent]:
-        """Find the workers whose heartbeats stopped, and drop those lost for long."""
+        """Find the workers whose heartbeats or connections ended, and drop those lost for long."""
         gap = 0.0 if self._last_tick is None else now - self._last_tick
         self._last_tick = now
         # When this process itself stood still, heartbeats lie unread: that silence is not the workers' fault.
@@ -125,6 +142,10 @@ class WorkerRegistry:
             if worker.live and silent > self._worker_timeout:
                 reason = f"no heartbeat for {silent:.1f} s"
                 self._workers[name] = replace(worker, last_seen=seen, lost=reason)
+                events.append(WorkerLost(worker.peer, reason))
+            elif worker.live and worker.disconnected is not None and now - worker.disconnected > RECONNECTING + excuse:
+                reason = "its connection ended"
+                self._workers[name] = replace(worker, lost=reason, disconnected=None)
                 events.append(WorkerLost(worker.peer, reason))
             elif not worker.live and silent > self._forget_after:
                 del self._workers[name]

@@ -1,6 +1,6 @@
 """The service: the asyncio shell that ties hub, clock and dispatcher together.
 
-Life cycle: made without I/O, :meth:`Service.start` binds the hub and starts two tasks (receive, tick),
+Life cycle: made without I/O, :meth:`Service.start` binds the hub and starts three tasks (receive, losses, tick),
 :meth:`Service.generate` at will, :meth:`Service.close` fails what is open, tells the workers and leaves no task.
 Everything runs on one event loop.
 """
@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import zmq.asyncio
 
+from protocol.curve import CurveKeys
 from protocol.errors import NoWorkerAvailable, ProtocolError, StartFailed
 from protocol.ids import Peer
 from protocol.loops import Loops
@@ -84,16 +85,23 @@ class Service:
         """
         context = zmq.asyncio.Context()
         try:
-            hub = Hub(context, Peer(self._config.name, time.time_ns()), self._config.hub)
+            hub = Hub(
+                context,
+                Peer(self._config.name, time.time_ns()),
+                self._config.hub,
+                keys=CurveKeys.drawn_from(self._config.secret),
+                watched=True,
+            )
         except StartFailed:
             context.destroy(linger=0)
             raise
         self._context, self._hub, self._serving = context, hub, True
         self._loops.start("router-receive", self._receive(hub))
+        self._loops.start("router-losses", self._losses(hub))
         self._loops.start("router-tick", self._tick())
 
     async def close(self) -> None:
-        """Fail what is open, tell the workers, end both tasks. A second call does nothing."""
+        """Fail what is open, tell the workers, end the tasks. A second call does nothing."""
         if not self._serving:
             return
         self._serving = False
@@ -198,6 +206,10 @@ class Service:
                     self._complain(
                         f"{envelope.sender} sent a {type(envelope.body).__name__}, which is not for a router"
                     )
+
+    async def _losses(self, hub: Hub) -> None:
+        while True:
+            self._dispatcher.disconnected(await hub.left(), time.monotonic())
 
     def _complain(self, what: str) -> None:
         self._metrics.bad_frames.inc()

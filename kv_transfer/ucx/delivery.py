@@ -2,7 +2,7 @@
 
 Life cycle: open -> [part -> go -> bytes -> verdict]* -> closed. A delivery that is given up takes the channel with it:
 once its UCX worker is destroyed nobody reads the pool for it, whatever the peer does, and the end of the connection
-tells the peer.
+tells the peer. The next answer is awaited all the time, so a peer that goes in between takes the channel with it, too.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from kv_transfer.ucx import handshake, wire
 from kv_transfer.ucx.channel import Channel, Stop
 from kv_transfer.ucx.library import Context
 from kv_transfer.ucx.loop_thread import settled, streams
-from kv_transfer.ucx.wire import Verdict
+from kv_transfer.ucx.wire import Answer, Verdict
 from kv_transfer.windows import Part
-from protocol.errors import ChannelLost, IntegrityMismatch, KVFerryError, TicketRejected, TransferError
+from protocol.errors import ChannelLost, IntegrityMismatch, KVFerryError, MalformedFrame, TicketRejected, TransferError
 
 T = TypeVar("T")
 
@@ -59,6 +59,9 @@ class Line:
         self._timeout = timeout
         self._reader = reader
         self._writer = writer
+        self._delivering = False
+        self._ending: asyncio.Future[None] | None = None
+        self._answer = self._next_answer()
 
     @classmethod
     async def open(cls, endpoint: Endpoint, context: Context, config: TransportConfig) -> Line:
@@ -100,7 +103,7 @@ class Line:
     @property
     def alive(self) -> bool:
         """Whether the peer is still there, as far as is known."""
-        return not self._reader.at_eof() and not self._writer.is_closing() and self._channel.alive
+        return self._ending is None and not self._answer.done() and self._channel.alive
 
     async def deliver(self, parcel: Parcel) -> None:
         """Have the peer take a part; when this returns or raises, the pool is read no more for it.
@@ -108,6 +111,14 @@ class Line:
         Raises:
             TicketRejected, IntegrityMismatch, ChannelLost: see :meth:`~kv_transfer.transport.Sender.ship`.
         """
+        self._delivering = True
+        try:
+            await self._deliver(parcel)
+        finally:
+            self._delivering = False
+            self._look()
+
+    async def _deliver(self, parcel: Parcel) -> None:
         sent: asyncio.Future[int] | None = None
         try:
             self._writer.write(parcel.frame)
@@ -135,21 +146,41 @@ class Line:
             raise
 
     async def _verdict(self, parcel: Parcel) -> tuple[Verdict, str]:
-        return await self._heard(parcel, asyncio.ensure_future(wire.read_answer(self._reader, parcel.part)))
+        answer = await self._heard(parcel, self._answer)
+        self._answer = self._next_answer()
+        if (answer.ship, answer.index) != (parcel.part.ship, parcel.part.index):
+            raise MalformedFrame(f"not an answer to part {parcel.part.index} of ship {parcel.part.ship:x}")
+        return answer.verdict, answer.reason
 
     async def _heard(self, parcel: Parcel, awaited: asyncio.Future[T]) -> T:
         either: set[asyncio.Future[Any]] = {awaited, parcel.stopped}
         await asyncio.wait(either, timeout=self._timeout, return_when=asyncio.FIRST_COMPLETED)
         if awaited.done():
             return awaited.result()
-        if isinstance(awaited, asyncio.Task):
-            awaited.cancel()
-            await settled({awaited})
         if parcel.stopped.done():
             raise parcel.stopped.result()
         raise ChannelLost(f"no progress for {self._timeout} seconds")
 
+    def _next_answer(self) -> asyncio.Task[Answer]:
+        awaited = asyncio.ensure_future(wire.read_answer(self._reader))
+        awaited.add_done_callback(lambda _: self._look())
+        return awaited
+
+    def _look(self) -> None:
+        if self._answer.done() and not self._delivering:
+            # The peer is gone, or it speaks unasked.
+            self._end()
+
+    def _end(self) -> asyncio.Future[None]:
+        if self._ending is None:
+            self._ending = asyncio.ensure_future(self._ended())
+        return self._ending
+
+    async def _ended(self) -> None:
+        self._answer.cancel()
+        await settled({self._channel.close(), self._answer})
+        self._writer.transport.abort()
+
     async def close(self) -> None:
         """End the connection and the worker; when this returns, the pool is read no more by it."""
-        await settled({self._channel.close()})
-        self._writer.transport.abort()
+        await settled({self._end()})

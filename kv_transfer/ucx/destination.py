@@ -29,7 +29,7 @@ Sent = TypeVar("Sent", contravariant=True)
 
 
 class Line(Protocol[Sent]):
-    """A channel that carries parcels, one at a time."""
+    """A channel that carries parcels, one at a time; it lets go of what it holds when its peer is gone."""
 
     @property
     def alive(self) -> bool:
@@ -96,6 +96,9 @@ class Destination(Generic[P]):
                 opened = await self._opened(parcel)
                 if opened is not None:
                     return opened
+                if self._idle:
+                    # Put back while this one was opening, when nobody waited for a turn.
+                    continue
             await self._turn(parcel)
 
     async def _opened(self, parcel: P) -> Line[P] | None:
@@ -110,8 +113,10 @@ class Destination(Generic[P]):
                 raise parcel.stopped.result()
             line = opening.result()
         except ChannelLost as error:
-            # A receiver may have no room for one more; what waits is then for those that there are.
-            if self._lines and not parcel.stopped.done():
+            # A receiver may have no room for one more, and hangs up; what waits is then for those that there are. One
+            # that says nothing at all would let it wait as long again on any of them.
+            silent = isinstance(error.__cause__, TimeoutError)
+            if self._lines and not silent and not parcel.stopped.done():
                 return None
             if not parcel.stopped.done():
                 self._fail_waiting(error)

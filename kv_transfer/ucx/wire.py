@@ -167,6 +167,22 @@ async def read_head(reader: asyncio.StreamReader) -> PartHead:
     return PartHead(raw, ticket, ship, index, count, spans, blocks, magic == SUMMED_MAGIC)
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A verdict on a part.
+
+    Attributes:
+        ship, index: of the part.
+        verdict: on it.
+        reason: for people; may be empty.
+    """
+
+    ship: int
+    index: int
+    verdict: Verdict
+    reason: str
+
+
 def parse_tables(head: PartHead, data: bytes) -> Part:
     """The part that an announcement is of.
 
@@ -186,13 +202,14 @@ def pack_answer(head: Part | PartHead, verdict: Verdict, reason: str = "") -> by
     return ANSWER.pack(ANSWER_MAGIC, head.ship, head.index, verdict, len(text)) + text
 
 
-async def read_answer(reader: asyncio.StreamReader, part: Part) -> tuple[Verdict, str]:
-    """The verdict on ``part``, and why.
+async def read_answer(reader: asyncio.StreamReader) -> Answer:
+    """The next verdict.
 
     Raises:
-        MalformedFrame: it does not answer ``part``.
+        MalformedFrame: it is none.
+        asyncio.IncompleteReadError: the peer said no more.
     """
     magic, ship, index, verdict, length = ANSWER.unpack(await reader.readexactly(ANSWER.size))
-    if magic != ANSWER_MAGIC or (ship, index) != (part.ship, part.index) or verdict > max(Verdict):
-        raise MalformedFrame(f"not an answer to part {part.index} of ship {part.ship:x}")
-    return Verdict(verdict), (await reader.readexactly(length)).decode(errors="replace")
+    if magic != ANSWER_MAGIC or verdict > max(Verdict):
+        raise MalformedFrame("not an answer to a part")
+    return Answer(ship, index, Verdict(verdict), (await reader.readexactly(length)).decode(errors="replace"))

@@ -185,7 +185,9 @@ def test_the_shipped_files_make_every_components_configuration(file: str, worker
 
 def test_a_secret_is_in_no_text_that_might_be_logged() -> None:
     orders = worker_orders(parse_config("model: m"), ("tcp://h:1",), SECRET)
+    router = router_order(parse_config("model: m"), 80, 81, SECRET)
     told = [*orders, prefill_config(orders[0], MODEL, "h"), decode_config(orders[1], MODEL, "h")]
+    told += [router, router_config(router, MODEL, "h")]
     state = ClusterState(name="one", starter=ProcessMark(pid=1, created=0.0), created=0.0, secret=SECRET)
     assert not [each for each in (*told, state) if SECRET in f"{each!r} {each}"]
     back = msgspec.json.decode(msgspec.json.encode(orders[0]), type=ActorOrder)
@@ -212,8 +214,9 @@ def test_a_role_overrides_the_shared_engine() -> None:
     assert (decode.engine.block_size, decode.engine.order, decode.engine.dtype) == (32, "HND", "float32")
     assert (decode.engine.num_blocks, decode.transport, decode.transfer_timeout) == (64, "tcp", 4)
     for worker in (prefill, decode):
-        assert (worker.transfer_checksum, worker.transfer_secret) == (True, SECRET)
-    router = router_config(router_order(config, 80, 81), MODEL, "10.0.0.1")
+        assert (worker.transfer_checksum, worker.secret) == (True, SECRET)
+    router = router_config(router_order(config, 80, 81, SECRET), MODEL, "10.0.0.1")
+    assert router.secret == SECRET
     assert (router.port, router.hub, router.max_attempts) == (80, "tcp://10.0.0.1:81", 9)
     assert orders["prefill-0"].environment() == {"OMP_NUM_THREADS": "3"}
 

@@ -93,6 +93,21 @@ async def test_a_killed_receiver_is_noticed_at_once(way: Way, start: Start, quay
     assert time.monotonic() - began < 2.0
 
 
+async def test_a_receiver_that_dies_between_two_ships_leaves_nothing_at_its_sender(
+    way: Way, start: Start, quay
+) -> None:
+    here = quay(way.scheme, MANY, LARGE)
+    process = psutil.Process()
+    before = process.num_fds()
+    far, address, ticket = await receiving(start, way)
+    for first in range(0, MANY, MANY // 2):
+        # At the same time, for they then have a connection each.
+        await asyncio.gather(*[here.ship(address, ticket, [(i, i)]) for i in range(first, first + MANY // 2)])
+    far.signal(signal.SIGKILL)
+    # What speaks to the process itself ends with it, too.
+    await until(lambda: process.num_fds() <= before)
+
+
 async def test_a_stopped_receiver_is_given_up_after_the_timeout(way: Way, start: Start, quay) -> None:
     here = quay(way.scheme, MANY, LARGE, TransportConfig(timeout=0.5))
     far, address, ticket = await receiving(start, way)

@@ -201,7 +201,7 @@ async def test_ucx_takes_bytes_from_anybody_and_the_tag_is_what_a_stranger_canno
         worker = await wire.read_worker(caller.reader)
         channel.connect(worker.address)
         caller.say(wire.pack_part(ticket, part))
-        assert (await wire.read_answer(caller.reader, part))[0] is wire.Verdict.GO
+        assert (await wire.read_answer(caller.reader)).verdict is wire.Verdict.GO
         # Somebody has learned the address of the worker, which UCX connects to whoever has it.
         stranger.connect(worker.address)
         await stranger.move([(theirs.ctypes.data, BLOCK)], Stop(), receives=False)

@@ -182,3 +182,50 @@ async def test_an_address_that_is_taken_or_none_is_named_and_leaves_nothing_open
     hub.close()
     # It would wait for ever for a socket that was left open.
     await asyncio.wait_for(asyncio.to_thread(context.term), 5.0)
+
+
+@pytest.fixture
+async def watching(context: zmq.asyncio.Context) -> AsyncIterator[Hub]:
+    made = Hub(context, ROUTER, "tcp://127.0.0.1:0", watched=True)
+    yield made
+    made.close()
+
+
+async def test_a_watched_hub_is_told_who_left(context: zmq.asyncio.Context, watching: Hub) -> None:
+    others = [Spoke(context, Peer(f"other-{index}", 1), watching.endpoint) for index in range(3)]
+    spoke = Spoke(context, WORKER, watching.endpoint)
+    left = asyncio.create_task(watching.left())
+    # A frame may be read before its connection's beginning is; one that comes after that names it.
+    named = watching._connections._owners
+    async with asyncio.timeout(10):
+        while len(named) < 4:
+            for each in (*others, spoke):
+                each.send(settle(0))
+                await watching.receive()
+    spoke.close()
+    assert await asyncio.wait_for(left, 10) == str(WORKER).encode()
+    others[1].close()
+    assert await asyncio.wait_for(watching.left(), 10) == b"other-1@1"
+    for other in (others[0], others[2]):
+        other.close()
+
+
+async def test_a_watched_spoke_is_told_of_each_connection(context: zmq.asyncio.Context, hub: Hub) -> None:
+    spoke = Spoke(context, WORKER, hub.endpoint, watched=True)
+    await asyncio.wait_for(spoke.connected(), 10)
+    again = asyncio.create_task(spoke.connected())
+    endpoint = hub.endpoint
+    hub.close()
+    fresh: list[Hub] = []
+
+    def bound() -> bool:
+        try:
+            fresh.append(Hub(context, Peer("router", 2), endpoint))
+        except StartFailed:
+            return False
+        return True
+
+    await until(bound)
+    await asyncio.wait_for(again, 10)
+    fresh[0].close()
+    spoke.close()

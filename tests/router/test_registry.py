@@ -184,3 +184,42 @@ def test_every_counter_of_a_load_is_summed_up() -> None:
     gauges = {"pool", "waiting", "waiting_tokens", "running", "open_leases", "open_imports", "step_age", "draining"}
     assert {*COUNTERS} | gauges == {*WorkerLoad.__struct_fields__}
     assert not {*COUNTERS} & gauges
+
+
+def test_a_worker_whose_connection_ends_is_lost_unless_it_beats_over_another() -> None:
+    workers = make()
+    beat(workers, 0.0)
+    workers.disconnected(b"p@1", 0.1)
+    assert ticks(workers, 0.1, 0.3) == []
+    assert beat(workers, 0.31) == [], "it came back"
+    assert ticks(workers, 0.4, 1.0) == []
+    workers.disconnected(b"p@1", 1.1)
+    assert ticks(workers, 1.1, 1.5) == [WorkerLost(P1, "its connection ended")]
+    assert not workers.workers()[0].live
+    assert beat(workers, 1.6) == [WorkerJoined(P1, returned=True)]
+    assert ticks(workers, 1.7, 2.7) == []
+
+
+def test_a_heartbeat_that_was_sent_before_the_connection_ended_is_no_sign_of_life() -> None:
+    workers = make()
+    beat(workers, 0.0)
+    workers.disconnected(b"p@1", 0.1)
+    assert beat(workers, 0.11) == []
+    assert ticks(workers, 0.2, 0.6) == [WorkerLost(P1, "its connection ended")]
+
+
+def test_the_end_of_another_connection_harms_nobody() -> None:
+    workers = make()
+    beat(workers, 0.0)
+    beat(workers, 0.0, P2)
+    workers.disconnected(b"p@1", 0.1)
+    workers.disconnected(b"nobody", 0.1)
+    assert ticks(workers, 0.1, 1.0) == []
+
+
+def test_a_router_that_stood_still_waits_for_those_that_come_back() -> None:
+    workers = make()
+    beat(workers, 0.0)
+    assert ticks(workers, 0.0, 0.5) == []
+    workers.disconnected(b"p@1", 0.55)
+    assert workers.tick(5.0) == []

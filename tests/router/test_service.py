@@ -117,7 +117,8 @@ async def test_one_token_never_reaches_a_decode_worker() -> None:
 
 
 async def test_a_decode_worker_killed_in_mid_stream_changes_no_token() -> None:
-    async with serving() as (service, fleet):
+    # The end of its connection tells, long before its silence could.
+    async with serving(worker_timeout=60.0) as (service, fleet):
         *_, decode, other = await two_by_two(service, fleet)
         decode.hold = other.hold = 4
         outputs = stream(service, max_tokens=12)
@@ -158,7 +159,7 @@ async def test_a_worker_that_only_stood_still_changes_nothing_when_it_resumes() 
 
 
 async def test_a_prefill_worker_killed_before_its_token_is_tried_elsewhere() -> None:
-    async with serving() as (service, fleet):
+    async with serving(worker_timeout=60.0) as (service, fleet):
         prefill, other, *_ = await two_by_two(service, fleet)
         prefill.deaf = other.deaf = True
         answer = asyncio.create_task(whole(stream(service)))
