@@ -58,7 +58,7 @@ if __name__ == "__main__":
     compare("HND", Scoring(0.125, window=7, softcap=2.0))
     compare_eight_bits("float8_e4m3", "NHD")
     compare_eight_bits("float8_e5m2", "HND")
-    with pytest.raises(ConfigError, match="float16 or bfloat16 over a cache in float8_e4m3, got torch.float32"):
+    with pytest.raises(ConfigError, match=r"float16 or bfloat16 over a cache in float8_e4m3, got torch\.float32"):
         TritonAttention(
             KVLayout(num_layers=1, kv_heads=1, head_dim=64, block_size=8, dtype="float8_e4m3"), CPU, torch.float32
         )
