@@ -1,4 +1,4 @@
-"""API keys on the command line: the option that shows one, and ``kvferry key``, which makes one."""
+"""What a router wants to see, and shows, on the command line: API keys, ``kvferry key`` that makes one, and TLS."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ import typer
 ApiKey = Annotated[
     str | None,
     typer.Option("--api-key", envvar="KVFERRY_API_KEY", help="Where the router wants one.", show_default=False),
+]
+CaFile = Annotated[
+    str | None,
+    typer.Option(
+        "--ca-file", envvar="KVFERRY_CA_FILE", help="Who vouches for a router's TLS, in PEM.", show_default=False
+    ),
 ]
 
 

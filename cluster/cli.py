@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from cluster.api_key import ApiKey, key_command
+from cluster.api_key import ApiKey, CaFile, key_command
 from cluster.bench.command import bench_app
 from cluster.model_command import model_app
 from protocol.errors import ClusterError, InvariantViolation, KVFerryError
@@ -117,6 +117,7 @@ def complete_command(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to go on from.")],
     url: Url = None,
     api_key: ApiKey = None,
+    ca_file: CaFile = None,
     max_tokens: MaxTokens = DEFAULT_MAX_TOKENS,
     temperature: Temperature = 0.0,
     seed: Seed = None,
@@ -125,7 +126,7 @@ def complete_command(
     from cluster.conversation import default_url, given, show_stream
     from router.client import Client
 
-    with Client(url or default_url(), api_key=api_key) as client:
+    with Client(url or default_url(), api_key=api_key, ca_file=ca_file) as client:
         show_stream(client, prompt, **given(max_tokens=max_tokens, temperature=temperature, seed=seed))
 
 
@@ -134,6 +135,7 @@ def chat_command(
     message: Annotated[str | None, typer.Argument(metavar="[MESSAGE]", help="Left out: a chat line by line.")] = None,
     url: Url = None,
     api_key: ApiKey = None,
+    ca_file: CaFile = None,
     system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
     max_tokens: MaxTokens = DEFAULT_MAX_TOKENS,
     temperature: Temperature = 0.0,
@@ -144,7 +146,7 @@ def chat_command(
     from router.client import Client
 
     params = given(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    with Client(url or default_url(), api_key=api_key) as client:
+    with Client(url or default_url(), api_key=api_key, ca_file=ca_file) as client:
         if message is None:
             converse(client, Console(), system=system, params=params)
         else:

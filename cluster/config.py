@@ -104,6 +104,7 @@ class RouterSection(msgspec.Struct, frozen=True, kw_only=True):
         port: HTTP port; 0 takes a free one when the cluster comes up.
         hub_port: port that the workers connect to; 0 takes a free one.
         api_keys: file of the API keys that may ask, on the router's machine; null lets everybody in.
+        tls_certificate, tls_key: files of the router's TLS, in PEM, on its machine; null speaks plain HTTP.
         public: let everybody in though ``host`` can be reached from other machines.
         cpus: CPU cores that Ray sets aside for it.
         limits: the router's own settings, by their name in its configuration.
@@ -113,6 +114,8 @@ class RouterSection(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 8000
     hub_port: int = 0
     api_keys: str | None = None
+    tls_certificate: str | None = None
+    tls_key: str | None = None
     public: bool = False
     cpus: float = 0.0
     limits: dict[str, Setting] = {}

@@ -16,6 +16,8 @@ from protocol.errors import ConfigError
 S = TypeVar("S", bound=msgspec.Struct)
 
 MAX_FILE_BYTES = 1 << 20
+ROUTER_FILES = ("api_keys", "tls_certificate", "tls_key")
+"""Fields of the router's section that name files."""
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -44,9 +46,9 @@ def load_config(path: str | Path) -> ClusterConfig:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from error
     config = parse_config(text, source=str(file))
-    if config.router.api_keys:
-        keys = str((file.parent / config.router.api_keys).resolve())
-        config = msgspec.structs.replace(config, router=msgspec.structs.replace(config.router, api_keys=keys))
+    named = {field: getattr(config.router, field) for field in ROUTER_FILES}
+    found = {field: str((file.parent / name).resolve()) for field, name in named.items() if name}
+    config = msgspec.structs.replace(config, router=msgspec.structs.replace(config.router, **found))
     beside = file.parent / config.model
     if config.model.startswith(".") or (not Path(config.model).exists() and beside.is_dir()):
         return msgspec.structs.replace(config, model=str(beside.resolve()))

@@ -109,6 +109,8 @@ def router_config(order: ActorOrder, model: Path, host: str) -> RouterConfig:
         "lease_ttl": config.transfer.lease_ttl,
         "api_keys": config.router.api_keys or "",
         "public": config.router.public,
+        "tls_certificate": config.router.tls_certificate or "",
+        "tls_key": config.router.tls_key or "",
         "secret": order.secret,
     }
     with _at("router"):

@@ -221,7 +221,7 @@ class DecodeWorker:
         if self._scheduler.find(request.key) is not None or self._imports.book.has_ended(request.key, time.monotonic()):
             return  # it came twice, or its cancel was faster
         length = len(request.token_ids) - request.emitted + request.sampling.max_tokens
-        error: KVFerryError | None = None
+        error = self._stepper.runner.grammars.refusal(request.sampling)
         if not request.token_ids or length > self._max_model_len:
             error = ContextLengthExceeded(
                 f"prompt and output need {length} tokens, this model takes 2 to {self._max_model_len}", field="prompt"

@@ -1,4 +1,4 @@
-"""What changes a row's logits before a token is drawn: penalties, biases, stop tokens that come too early."""
+"""What changes a row's logits before a token is drawn: penalties, biases, grammars, stop tokens that come too early."""
 
 from __future__ import annotations
 
@@ -21,17 +21,20 @@ class Row:
         position: index of that token in the request's whole output.
         history: all tokens of the request before it, the last ``position`` of them output; may be empty where
             ``sampling`` does not look back.
+        allowed: [V], the tokens that its grammar leaves; None leaves all.
     """
 
     sampling: SamplingParams
     position: int
     history: Sequence[int] = ()
+    allowed: NDArray[np.bool_] | None = None
 
 
 def apply_rules(scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     """``scores`` [B, V], float32, under each row's rules; itself where there is none, otherwise a changed copy.
 
-    Biases come first, as in transformers, then the repetition penalty, then presence and frequency.
+    Biases come first, as in transformers, then the repetition penalty, then presence and frequency. An output that by
+    its grammar can only end does so, whatever ``min_tokens`` says.
     """
     ruled = [index for index, row in enumerate(rows) if _has_rule(row)]
     if not ruled:
@@ -41,18 +44,27 @@ def apply_rules(scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
         row, line = rows[index], changed[index]
         if row.sampling.logit_bias:
             _add_bias(line, row.sampling)
-        if row.sampling.looks_back:
+        if row.sampling.penalises:
             _penalise(line, row)
-        if row.position < row.sampling.min_tokens:
-            early = [token for token in row.sampling.stop_token_ids if token < line.shape[0]]
-            line[early] = -torch.inf
+        tokens = _left(row, line.shape[0])
+        if tokens is not None:
+            line.masked_fill_(~torch.from_numpy(tokens).to(line.device), -torch.inf)
     return changed
 
 
 def _has_rule(row: Row) -> bool:
     sampling = row.sampling
     early = row.position < sampling.min_tokens and bool(sampling.stop_token_ids)
-    return early or sampling.looks_back or bool(sampling.logit_bias)
+    return early or sampling.penalises or bool(sampling.logit_bias) or row.allowed is not None
+
+
+def _left(row: Row, vocab_size: int) -> NDArray[np.bool_] | None:
+    sampling = row.sampling
+    if row.position >= sampling.min_tokens or not sampling.stop_token_ids:
+        return row.allowed
+    tokens = np.ones(vocab_size, np.bool_) if row.allowed is None else row.allowed.copy()
+    tokens[[token for token in sampling.stop_token_ids if token < vocab_size]] = False
+    return tokens if row.allowed is None or tokens.any() else row.allowed
 
 
 def _penalise(line: torch.Tensor, row: Row) -> None:

@@ -18,6 +18,7 @@ from engine.batch import BatchLimits, Chunk, Draw, flatten
 from engine.checkpoint import Progress, load_weights
 from engine.config import EngineConfig
 from engine.copy_queue import CopyQueue, copy_queue
+from engine.grammar import Grammars
 from engine.kv_cache import TORCH_DTYPES, KVCache
 from engine.kv_scales import cache_scales
 from engine.layer_watch import LayerWatch
@@ -46,6 +47,7 @@ class ModelRunner:
         max_model_len: prompt plus output tokens of one sequence at most.
         device: where model and cache are.
         copies: orders copies out of and into the cache after the steps.
+        grammars: of the requests.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class ModelRunner:
         self.max_model_len = resolve_max_model_len(config, model_config)
         self.device = backend.device
         self.copies: CopyQueue = copy_queue(backend.device)
+        self.grammars = Grammars(Path(config.model), model_config.vocab_size)
         self._model = model
         self._backend = backend
         self._limits = BatchLimits(
@@ -120,7 +123,7 @@ class ModelRunner:
             EngineFailure: torch raised, or the logits are not finite; nothing is stored any more.
         """
         drawing = [
-            (index, Row(chunk.sampling, chunk.position, chunk.history))
+            (index, self._row(chunk.sampling, chunk))
             for index, chunk in enumerate(chunks)
             if chunk.sampling is not None
         ]
@@ -133,6 +136,10 @@ class ModelRunner:
             for index, draw in zip(indices, drawn, strict=True):
                 draws[index] = draw
         return draws
+
+    def _row(self, sampling: SamplingParams, chunk: Chunk) -> Row:
+        allowed = self.grammars.allowed(sampling, chunk.position, chunk.history)
+        return Row(sampling, chunk.position, chunk.history, allowed)
 
     def logits(self, chunks: Sequence[Chunk], watch: LayerWatch | None = None) -> torch.Tensor:
         """The forward pass of :meth:`execute` without the draw.
@@ -180,12 +187,16 @@ class ModelRunner:
         return on_layer
 
     def warm_up(self) -> None:
-        """Run the largest prompt chunk and a full batch of decodes, in the padding block; no other block changes."""
+        """Run the largest prompt chunk and a full batch of decodes, in the padding block; no other block changes.
+
+        Reads the tokenizer, too, for the grammars.
+        """
         count = min(self.config.max_batch_tokens, self.max_model_len)
         table = [PADDING_BLOCK] * self.layout.blocks_for(count)
         greedy = SamplingParams(temperature=0.0)
         self.execute([Chunk([0] * count, 0, table, greedy)])
         self.execute([Chunk([0], 0, table, greedy)] * self.config.max_sequences)
+        self.grammars.warm_up()
 
 
 @contextmanager

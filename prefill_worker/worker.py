@@ -215,7 +215,7 @@ class PrefillWorker:
         if key in self._routers or self._scheduler.find(key) or self._exports.book.has_ended(key, time.monotonic()):
             return  # it came twice, or its cancel was faster
         length = len(request.token_ids)
-        error: KVFerryError | None = None
+        error = self._stepper.runner.grammars.refusal(request.sampling)
         if not 0 < length < self._max_model_len:
             error = ContextLengthExceeded(
                 f"prompt has {length} tokens, this model takes 1 to {self._max_model_len - 1}", field="prompt"

@@ -4,7 +4,8 @@ History of the wire:
 
 * 1 -- first version, not released yet. Since its first draft: ``Grant.addresses`` (several) in place of
   ``Grant.address``, ``Handover.transport``, ``WorkerLoad.transport_fallbacks``, ``Tokens.logprobs``,
-  ``Heartbeat.transfer``, and in ``SamplingParams`` penalties, ``min_p``, ``logit_bias`` and ``logprobs``.
+  ``Heartbeat.transfer``, and in ``SamplingParams`` penalties, ``min_p``, ``logit_bias``,
+  ``logprobs`` and ``grammar``.
 * 2 -- ``KVLayout.dtype`` may be an eight-bit one, and ``KVLayout.scales`` says what its elements are multiplied by.
 """
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from protocol.errors import InvalidRequest
+from protocol.grammar import Grammar
 
 MAX_STOP_TOKEN_IDS = 64
 """Most stop token ids one request may carry, end-of-sequence ids included."""
@@ -58,6 +59,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         max_tokens: output tokens at most, counted from the first of the whole request.
         min_tokens: stop tokens are not drawn before this many output tokens.
         stop_token_ids: the request ends when one of these is drawn (it is not part of the text).
+        grammar: what the output must look like; None leaves it free. Its end allows the stop tokens.
 
     Raises:
         InvalidRequest: a value is outside its range; names the field and the value.
@@ -76,6 +78,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     max_tokens: int = 16
     min_tokens: int = 0
     stop_token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_STOP_TOKEN_IDS)] = ()
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         checks = (
@@ -107,6 +110,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def looks_back(self) -> bool:
         """Whether a draw depends on the tokens before it other than by the logits."""
+        return self.penalises or self.grammar is not None
+
+    @property
+    def penalises(self) -> bool:
+        """Whether tokens that were there before are less likely to come, or more."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def finish_reason(self, token_id: int, produced: int) -> FinishReason | None:

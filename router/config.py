@@ -37,6 +37,7 @@ class RouterConfig:
         request_timeout: time limit of one request, and the most a client may ask for.
         stop_grace: how long a stopping server lets open answers go on.
         api_keys: file of the keys that may ask, see ``router.front.keys``; "" lets everybody in.
+        tls_certificate, tls_key: files, in PEM, with which clients are spoken to by TLS; both or neither.
         secret: what every worker must know; "" hears everybody.
         public: listen on an address that is not this machine's own though there are no keys.
 
@@ -66,6 +67,8 @@ class RouterConfig:
     stop_grace: float = 5.0
     api_keys: str = ""
     public: bool = False
+    tls_certificate: str = ""
+    tls_key: str = ""
     secret: str = dataclasses.field(default="", repr=False)
 
     def __post_init__(self) -> None:
@@ -83,6 +86,9 @@ class RouterConfig:
                 "or set public to let everybody in",
                 field="host",
             )
+        for field, other in (("tls_certificate", "tls_key"), ("tls_key", "tls_certificate")):
+            if getattr(self, other) and not getattr(self, field):
+                raise ConfigError(f"{field} must be given with {other}", field=field)
         self._check("policy", self.policy in POLICIES, f"one of {sorted(POLICIES)}")
         for field in (
             "worker_timeout",

@@ -20,6 +20,7 @@ from router.front.app import Front
 from router.front.keys import Gatekeeper, read_keys
 from router.http_protocol import BoundedHttpProtocol
 from router.service import Service
+from router.tls import server_context
 from router.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ class RouterServer:
     def url(self) -> str:
         """Where clients connect to, once started."""
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
-        return f"http://{host}:{self._port}"
+        return f"{'https' if self._config.tls_certificate else 'http'}://{host}:{self._port}"
 
     @property
     def hub_endpoint(self) -> str:
@@ -80,8 +81,9 @@ class RouterServer:
         Raises:
             StartFailed: an address cannot be bound; names it.
             CheckpointUnavailable: the tokenizer cannot be read.
-            ConfigError: the file of keys cannot be.
+            ConfigError: the file of API keys, or those of TLS, cannot be.
         """
+        tls = server_context(self._config.tls_certificate, self._config.tls_key)
         tokenizer = await asyncio.to_thread(Tokenizer, self._config.tokenizer)
         keys = read_keys(self._config.api_keys) if self._config.api_keys else ()
         listener = self._bind()
@@ -99,6 +101,7 @@ class RouterServer:
                     server_header=False,
                     proxy_headers=False,
                     timeout_keep_alive=KEEP_ALIVE,
+                    ssl_context_factory=None if tls is None else lambda *_: tls,
                     # uvicorn counts whole seconds; less than asked for would cut answers short.
                     timeout_graceful_shutdown=int(-(-self._config.stop_grace // 1)),
                 )

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from cluster.api_key import ApiKey
+from cluster.api_key import ApiKey, CaFile
 from cluster.bench.preset import DEFAULT_PRESET, PRESETS
 
 bench_app = typer.Typer(name="bench", help="Measure what this machine and a cluster reach.", no_args_is_help=True)
@@ -171,6 +171,7 @@ def handoff_command(
 def latency_command(
     url: Annotated[str | None, typer.Option("--url", help="Of the router; default: the cluster that is up.")] = None,
     api_key: ApiKey = None,
+    ca_file: CaFile = None,
     runs: Annotated[int, typer.Option(min=1, help="Of each length, after one that does not count.")] = 7,
     lengths: Annotated[str, typer.Option(help="Prompt tokens.")] = "16,64,256,900",
     output_tokens: Annotated[int, typer.Option(min=2, help="Of each answer.")] = OUTPUT_TOKENS,
@@ -188,7 +189,7 @@ def latency_command(
 
     wanted = parse_counts(lengths, field="lengths")
     errors = Console(stderr=True)
-    with Client(url or default_url(), api_key=api_key) as client:
+    with Client(url or default_url(), api_key=api_key, ca_file=ca_file) as client:
         turns = measure(client, wanted, runs, output_tokens)
         found = list(track(turns, total=runs, description="runs", console=errors, disable=not errors.is_terminal))
     rows = [summary(length, [turn[length] for turn in found], output_tokens) for length in wanted]

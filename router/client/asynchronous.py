@@ -37,6 +37,7 @@ from router.client.wire import (
     RetryPolicy,
     chat_body,
     client_headers,
+    client_trust,
     completion_body,
     connection_error,
     first_model,
@@ -113,6 +114,8 @@ class AsyncClient:
         retries: tries after the first, when the router cannot be reached or answers 429 or 503.
         backoff: seconds before the second try, doubled for each further one; 0 never waits.
         api_key: shown to the router, where it wants one.
+        ca_file: certificates of the authorities that a router's TLS may be vouched for by, in PEM; by default the
+            well-known ones.
     """
 
     def __init__(
@@ -124,12 +127,17 @@ class AsyncClient:
         retries: int = 2,
         backoff: float = 0.25,
         api_key: str | None = None,
+        ca_file: str | None = None,
     ) -> None:
         self.base_url = root_url(base_url)
         self._model = model
         self._policy = RetryPolicy(retries, backoff)
         self._http = httpx.AsyncClient(
-            base_url=self.base_url, timeout=timeout, trust_env=False, headers=client_headers(api_key)
+            base_url=self.base_url,
+            timeout=timeout,
+            trust_env=False,
+            headers=client_headers(api_key),
+            verify=client_trust(ca_file),
         )
 
     async def complete(

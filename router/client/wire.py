@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import ssl
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -96,6 +97,20 @@ def _body(fields: Mapping[str, Any]) -> bytes:
         return msgspec.json.encode({name: value for name, value in fields.items() if value is not None})
     except UnicodeEncodeError as error:
         raise InvalidRequest(f"the request is not valid Unicode text: {error}") from error
+
+
+def client_trust(ca_file: str | None) -> ssl.SSLContext | bool:
+    """Whose word is taken for a router that speaks TLS, as httpx wants it.
+
+    Raises:
+        ConfigError: ``ca_file`` cannot be read.
+    """
+    if ca_file is None:
+        return True
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"ca_file {ca_file} cannot be used: {error}", field="ca_file") from error
 
 
 def client_headers(api_key: str | None) -> dict[str, str]:

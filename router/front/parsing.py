@@ -45,7 +45,6 @@ UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     "functions": _empty,
     "tool_choice": lambda value: value in ("none", "auto"),
     "function_call": lambda value: value in ("none", "auto"),
-    "response_format": lambda value: isinstance(value, dict) and value.get("type") == "text",
     "modalities": lambda value: value == ["text"],
     "audio": _empty,
 }

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 import msgspec
 
 from protocol.errors import ContextLengthExceeded, InvalidRequest, UnsupportedField
+from protocol.grammar import Grammar
 from protocol.sampling import MAX_STOP_TOKEN_IDS, SamplingParams
 from router.front.config import FrontConfig
 from router.front.generation import Generation
 from router.front.parsing import chat_messages, shown
 from router.front.schema import ChatRequest, CompletionRequest, GenerationRequest
+from router.front.structure import wanted_grammar
 from router.tokenizer import Tokenizer
 
 MAX_TEMPERATURE = 2.0
@@ -130,10 +132,11 @@ class Planner:
         seed = secrets.randbits(63) if request.seed is None else request.seed & SEED_MASK
         stop_token_ids = self._stop_token_ids(request)
         logit_bias = self._logit_bias(request)
+        grammar = wanted_grammar(request)
         generations = []
         for token_ids, where in prompts:
             max_tokens = budget.of(len(token_ids), where, self._max_model_len)
-            sampling = _sampling(request, max_tokens, seed, stop_token_ids, logit_bias, logprobs)
+            sampling = _sampling(request, max_tokens, seed, stop_token_ids, logit_bias, logprobs, grammar)
             for copy in range(copies):
                 generation = Generation(
                     token_ids=token_ids,
@@ -223,6 +226,7 @@ def _sampling(
     stop_token_ids: tuple[int, ...],
     logit_bias: tuple[tuple[int, float], ...],
     logprobs: int | None,
+    grammar: Grammar | None,
 ) -> SamplingParams:
     temperature = 1.0 if request.temperature is None else request.temperature
     if not 0.0 <= temperature <= MAX_TEMPERATURE:
@@ -243,6 +247,7 @@ def _sampling(
         frequency_penalty=request.frequency_penalty or 0.0,
         logit_bias=logit_bias,
         logprobs=logprobs,
+        grammar=grammar,
     )
 
 

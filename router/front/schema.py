@@ -5,7 +5,7 @@ A field typed ``Any`` is not served; it is here so that a value that asks for so
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -16,6 +16,8 @@ MAX_STOPS = 4
 MAX_STOP_LENGTH = 256
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
+MAX_CHOICES = 1024
+"""Texts that an answer may be one of."""
 
 StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 TokenKey = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,10}$")]
@@ -46,6 +48,34 @@ class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
 
 
+class JsonSchema(msgspec.Struct, frozen=True):
+    """What a JSON answer must look like."""
+
+    name: str | None = None
+    schema: dict[str, Any] | bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    """OpenAI's way to ask for a form."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+Choices = Annotated[
+    list[Annotated[str, msgspec.Meta(min_length=1)]], msgspec.Meta(min_length=1, max_length=MAX_CHOICES)
+]
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True):
+    """vLLM's way to ask for a form: one of these."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+
+
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The fields that chats and completions share; None means not given."""
 
@@ -72,7 +102,12 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float | None = None
     min_p: float | None = None
 
-    response_format: Any = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
 
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True):

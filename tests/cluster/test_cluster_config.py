@@ -160,6 +160,9 @@ def test_the_file_of_keys_is_taken_from_the_files_folder(tmp_path: Path) -> None
     assert load_config(file).router.api_keys == str((tmp_path / "keys.yaml").resolve())
     file.write_text("model: m\nrouter: {api_keys: /etc/keys.yaml}\n")
     assert load_config(file).router.api_keys == "/etc/keys.yaml"
+    file.write_text("model: m\nrouter: {tls_certificate: router.pem, tls_key: /etc/router.key}\n")
+    router = load_config(file).router
+    assert (router.tls_certificate, router.tls_key) == (str((tmp_path / "router.pem").resolve()), "/etc/router.key")
 
 
 def test_a_file_error_names_the_file(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ async def test_async_answers_and_streams(bpe_tokenizer: Tokenizer, replying: Scr
 def test_errors_are_rebuilt(bpe_tokenizer: Tokenizer, replying: ScriptedService) -> None:
     cases: list[tuple[dict[str, Any], type[KVFerryError], str]] = [
         ({"max_tokens": -1}, InvalidRequest, "max_tokens"),
-        ({"response_format": {"type": "json_object"}}, UnsupportedField, "response_format"),
+        ({"suffix": "and so on"}, UnsupportedField, "suffix"),
         ({"model": "other"}, UnknownModel, "model"),
         ({"max_tokens": 10_000}, ContextLengthExceeded, "max_tokens"),
     ]

@@ -97,8 +97,8 @@ def test_models(bpe_tokenizer: Tokenizer, replying: ScriptedService) -> None:
 def test_errors_become_the_librarys_own(bpe_tokenizer: Tokenizer, replying: ScriptedService) -> None:
     with serving_front(replying, bpe_tokenizer) as url, client_of(url) as client:
         with pytest.raises(openai.BadRequestError) as caught:
-            client.chat.completions.create(model=MODEL, messages=MESSAGES, response_format={"type": "json_object"})
-        assert (caught.value.param, caught.value.code) == ("response_format", "unsupported_field")
+            client.chat.completions.create(model=MODEL, messages=MESSAGES, modalities=["audio"])
+        assert (caught.value.param, caught.value.code) == ("modalities", "unsupported_field")
         assert caught.value.type == "invalid_request_error"
         with pytest.raises(openai.NotFoundError):
             client.chat.completions.create(model="other", messages=MESSAGES)
