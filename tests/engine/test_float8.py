@@ -87,7 +87,7 @@ def test_the_kernels_keep_what_torch_keeps(name: CacheDtype, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("name", ["sdpa", native])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     shapes=chunk_shapes(),
     heads=st.sampled_from([(1, 1), (3, 3), (6, 2), (9, 3), (18, 1)]),
