@@ -1,11 +1,13 @@
 #!/bin/sh
-# The handoff between a prefill and a decode worker that share one GPU, by cuda_ipc and by shm from staging memory to
-# landing memory: brings a cluster up by each, measures, and prints one table. A few minutes.
+# What one GPU does, in under eight minutes and one table: attention on paged KV against the device's own limits, steps of
+# decodes with and without CUDA graphs, and requests whose prefill and decode are two processes on that GPU, with the
+# handoff by cuda_ipc and by shm (staging memory to landing memory).
 #
 #   benchmarks/gpu.sh [MODEL]
 #
-# MODEL is as in a cluster's file; by default the small one. TRANSPORTS, RUNS, LENGTHS, BLOCKS, PORT and PYTHON may be set in
-# the environment. DEVICE=cpu TRANSPORTS="shm tcp" tries the script itself where there is no GPU.
+# MODEL is as in a cluster's file; by default the small one. PARTS ("steps handoff"), TRANSPORTS, RUNS, LENGTHS, BLOCKS,
+# PORT and PYTHON may be set in the environment. A part that fails or takes too long is a line of the table, and the others
+# go on. DEVICE=cpu TRANSPORTS="shm tcp" tries the script itself where there is no GPU.
 set -eu
 
 model=${1:-smollm2-135m}
@@ -13,45 +15,85 @@ python=${PYTHON:-.venv/bin/python}
 device=${DEVICE:-cuda:0}
 port=${PORT:-8017}
 transports=${TRANSPORTS:-cuda_ipc shm}
+parts=${PARTS:-steps handoff}
 share=0.5
-[ "$device" = cpu ] && share=0
+small=
+[ "$device" = cpu ] && share=0 small=--small
 
 folder=$(mktemp -d)
 up=
 finish() {
-  [ -z "$up" ] || "$python" -m cluster down gpu-bench || true
+  [ -z "$up" ] || timeout 30 "$python" -m cluster down gpu-bench >&2 || true
   rm -rf "$folder"
 }
 trap finish EXIT
 trap 'exit 130' INT TERM
 
-for transport in $transports; do
-  cat > "$folder/$transport.yaml" <<YAML
+steps() {
+  directory=$("$python" -m cluster model path "$model" 2> /dev/null) || directory=$model
+  timeout 120 "$python" benchmarks/gpu_steps.py --model "$directory" --device "$device" $small --json "$folder/steps.json"
+}
+
+handoff() {
+  cat > "$folder/$1.yaml" << YAML
 name: gpu-bench
 model: $model
 engine: {device: "$device", max_model_len: 2048, num_blocks: ${BLOCKS:-1024}, prefix_cache: false}
 prefill: {gpus: $share}
 decode: {gpus: $share}
 router: {port: $port}
-transfer: {transport: $transport}
+transfer: {transport: $1}
 YAML
-  up=yes
-  "$python" -m cluster up "$folder/$transport.yaml"
-  "$python" -m cluster bench latency --url "http://127.0.0.1:$port" --runs "${RUNS:-9}" --lengths "${LENGTHS:-16,256,1024,1900}" \
-    --json "$folder/$transport.json" > /dev/null
-  "$python" -m cluster down gpu-bench
-  up=
+  timeout 80 "$python" -m cluster up "$folder/$1.yaml" >&2 &&
+    timeout 45 "$python" -m cluster bench latency --url "http://127.0.0.1:$port" --runs "${RUNS:-9}" \
+      --lengths "${LENGTHS:-16,256,1024,1900}" --json "$folder/$1.json" > /dev/null
+}
+
+for part in $parts; do
+  case $part in
+    steps) steps || echo "steps: no figures, status $?" >> "$folder/missing" ;;
+    handoff)
+      for transport in $transports; do
+        up=yes
+        handoff "$transport" || echo "handoff by $transport: no figures, status $?" >> "$folder/missing"
+        timeout 30 "$python" -m cluster down gpu-bench >&2 || true
+        up=
+      done
+      ;;
+    *)
+      echo "PARTS are steps and handoff, not $part" >&2
+      exit 2
+      ;;
+  esac
 done
 
-"$python" - "$folder" $transports <<'PYTHON'
+"$python" - "$folder" "$device" $transports << 'PYTHON'
 import json
 import pathlib
 import sys
 
-folder, transports = pathlib.Path(sys.argv[1]), sys.argv[2:]
-rows = [row for name in transports for row in json.loads((folder / f"{name}.json").read_text())]
-heads = ("transport", "prompt_tokens", "kv_mib", "prefill_ms", "handoff_ms", "ship_ms", "gb_per_s", "tpot_ms")
-print("  ".join(f"{head:>13}" for head in heads))
-for row in sorted(rows, key=lambda row: row["prompt_tokens"]):
-    print("  ".join(f"{row[head]!s:>13}" for head in heads))
+folder, device, transports = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+line = "{:<16} {:<22} {:>10} {:>10} {:<9} {}".format
+
+
+def figures(name):
+    file = folder / f"{name}.json"
+    return json.loads(file.read_text()) if file.exists() else []
+
+
+print(f"on {device}, medians")
+print(line("by", "what", "ms", "rate", "", "ratio"))
+for row in figures("steps"):
+    what = "x launched" if row["by"] == "captured" else "of the limit"
+    ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f} {what}"
+    print(line(row["by"], row["case"], f"{row['ms']:.3f}", f"{row['rate']:.1f}", row["unit"], ratio))
+for name in transports:
+    for row in figures(name):
+        tokens = f"{row['prompt_tokens']} tokens"
+        print(line(row["transport"], f"prefill {tokens}", row["prefill_ms"], "", "", ""))
+        print(line(row["transport"], f"handoff {tokens}", row["handoff_ms"], row["gb_per_s"], "GB/s", f"{row['kv_mib']} MiB"))
+        print(line(row["transport"], f"per token {tokens}", row["tpot_ms"], "", "", ""))
+missing = folder / "missing"
+print(missing.read_text() if missing.exists() else "", end="")
+sys.exit(missing.exists())
 PYTHON

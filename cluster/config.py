@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from kv_transfer.choice import AUTO, MODES
+from kv_transfer.choice import AUTO, GPUDIRECT_BY, MODES
+from kv_transfer.transport import GPUDIRECT, GpuDirect
 from protocol.errors import ConfigError
 from protocol.wire_layout import WireDtype
 
@@ -47,6 +48,9 @@ class EngineSection(msgspec.Struct, frozen=True, kw_only=True):
         max_sequences: sequences in one step.
         attention: attention backend, or "auto".
         prefix_cache: keep and share full blocks of earlier prompts.
+        cuda_graphs: "auto" captures steps of decodes on a GPU, "off" launches them kernel by kernel.
+        cuda_graph_batches: sizes of batch that are captured, ascending; None chooses.
+        pool_memory: the pool's memory in place of num_blocks: "8GiB", or "60%" of what is free after the weights.
     """
 
     dtype: str | None = None
@@ -60,10 +64,19 @@ class EngineSection(msgspec.Struct, frozen=True, kw_only=True):
     max_sequences: int | None = None
     attention: str | None = None
     prefix_cache: bool | None = None
+    cuda_graphs: Literal["auto", "off"] | None = None
+    cuda_graph_batches: tuple[int, ...] | None = None
+    pool_memory: str | None = None
 
     def given(self) -> dict[str, Any]:
         """The settings that are not None."""
         return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+
+    def differing(self, own: EngineSection) -> dict[str, Any]:
+        """These settings with those of ``own`` in their place; the pool's size may be said in the other way there."""
+        other = {"num_blocks": "pool_memory", "pool_memory": "num_blocks"}
+        replaced = {other[name] for name in own.given() if name in other}
+        return {name: value for name, value in self.given().items() if name not in replaced} | own.given()
 
 
 class RoleSection(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,6 +157,8 @@ class TransferSection(msgspec.Struct, frozen=True, kw_only=True):
         layers_per_ship: the last chunk of a prompt ships in ranges of so many layers while its later ones compute; 0
             ships it whole, once its step has ended.
         wire_dtype: element type in which blocks cross; None is that of the decode worker's pool.
+        gpudirect: with transport "ucx", whether RDMA reads and writes pools on GPUs itself: "auto" where it can, "on"
+            in any case, or "off", by pinned host memory.
     """
 
     transport: str = AUTO
@@ -153,6 +168,7 @@ class TransferSection(msgspec.Struct, frozen=True, kw_only=True):
     checksum: bool = False
     layers_per_ship: int = 15
     wire_dtype: WireDtype | None = None
+    gpudirect: GpuDirect = "auto"
 
     def __post_init__(self) -> None:
         _check(
@@ -162,7 +178,18 @@ class TransferSection(msgspec.Struct, frozen=True, kw_only=True):
             ("lease_ttl", 0 < self.lease_ttl <= 3600, "in (0, 3600] seconds"),
             ("timeout", 0 < self.timeout <= 3600, "in (0, 3600] seconds"),
             ("layers_per_ship", 0 <= self.layers_per_ship <= 1 << 20, "in [0, 1048576]"),
+            ("gpudirect", self.gpudirect in GPUDIRECT, f"one of {', '.join(GPUDIRECT)}"),
         )
+        if self.gpudirect == "on":
+            for field, fits, wanted in (
+                ("transport", self.transport == GPUDIRECT_BY, f"{GPUDIRECT_BY!r}"),
+                ("checksum", not self.checksum, "false: the bytes do not pass a CPU"),
+                ("wire_dtype", self.wire_dtype is None, "null: nothing is converted"),
+            ):
+                if not fits:
+                    raise ConfigError(
+                        f"gpudirect 'on' wants {field} {wanted}, got {getattr(self, field)!r}", field="gpudirect"
+                    )
 
 
 class RaySection(msgspec.Struct, frozen=True, kw_only=True):

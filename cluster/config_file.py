@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 import yaml
@@ -114,7 +114,14 @@ def _value(kind: Any, value: Any, where: str) -> Any:
     if get_origin(kind) is dict and value is None:
         return {}
     try:
-        return msgspec.convert(value, kind)
+        return msgspec.convert(_word(kind, value), kind)
     except msgspec.ValidationError as error:
         detail = str(error).split(" - at ")[0].replace("`", "")
         raise ConfigError(f"{where}: {detail[:1].lower()}{detail[1:]}, value {value!r}", field=where) from error
+
+
+def _word(kind: Any, value: Any) -> Any:
+    """YAML takes a bare ``on`` or ``off`` for a boolean; a key that has it among its words meant the word."""
+    word = "on" if value else "off"
+    words = {word for part in (kind, *get_args(kind)) if get_origin(part) is Literal for word in get_args(part)}
+    return word if isinstance(value, bool) and word in words else value

@@ -39,12 +39,15 @@ class StepPrinter:
 
 
 def status_table(report: ClusterReport) -> Table:
-    """The processes of a cluster, one a row; "available" counts KV blocks, and the "cached" are among them."""
+    """The processes of a cluster, one a row.
+
+    "available" counts KV blocks, and the "cached" are among them; "empty" is what of the others holds no token.
+    """
     hosts = {actor.status.host for actor in report.actors if actor.status.host}
     table = Table(box=None, pad_edge=False)
     for heading in ("name", *(("host",) if len(hosts) > 1 else ()), "role", "pid", "state"):
         table.add_column(heading)
-    for heading in ("available", "cached", "running", "waiting", "KV moved"):
+    for heading in ("available", "cached", "empty", "running", "waiting", "KV moved"):
         table.add_column(heading, justify="right", no_wrap=True)
     for actor in report.actors:
         status = actor.status
@@ -108,7 +111,8 @@ def _state(actor: ActorReport) -> str:
 
 def _load(load: WorkerLoad | None) -> tuple[str, ...]:
     if load is None:
-        return ("-",) * 5
+        return ("-",) * 6
     pool = load.pool
     available = f"{pool.free + pool.cached}/{pool.total - pool.reserved}"
-    return available, str(pool.cached), str(load.running), str(load.waiting), binary(load.kv_bytes)
+    empty = f"{load.empty_share:.1%}"
+    return available, str(pool.cached), empty, str(load.running), str(load.waiting), binary(load.kv_bytes)

@@ -175,6 +175,7 @@ def _worker(order: ActorOrder, model: Path, host: str) -> dict[str, Any]:
         "transfer_timeout": order.config.transfer.timeout,
         "transfer_checksum": order.config.transfer.checksum,
         "secret": order.secret,
+        "gpudirect": order.config.transfer.gpudirect,
     }
 
 
@@ -182,9 +183,9 @@ def _engine_config(order: ActorOrder, model: Path) -> EngineConfig:
     from engine.config import EngineConfig
 
     assert order.role != "router"
-    own = order.config.section(order.role).engine.given()
+    engine = order.config.engine.differing(order.config.section(order.role).engine)
     with _at("engine"):
-        return EngineConfig(model=str(model), threads=order.threads, **(order.config.engine.given() | own))
+        return EngineConfig(model=str(model), threads=order.threads, **engine)
 
 
 def _with_limits(where: str, kind: Any, given: dict[str, Any], limits: Mapping[str, Setting]) -> dict[str, Any]:

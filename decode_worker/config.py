@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from engine.config import EngineConfig
 from kv_transfer.choice import AUTO, MODES
+from kv_transfer.transport import GPUDIRECT, GpuDirect
 from protocol.errors import ConfigError
 from protocol.wire_layout import WIRE_DTYPES, WireDtype
 
@@ -24,6 +25,7 @@ class DecodeConfig:
         transfer_timeout: seconds without progress after which a connection is given up.
         transfer_checksum: take no blocks without a checksum.
         secret: what everybody must know who speaks with this worker; empty lets everybody in.
+        gpudirect: whether RDMA reads and writes a pool on a GPU itself: where it can, always, or never.
         wire_dtype: element type in which blocks cross; None is the pool's own. Another one costs precision.
         max_waiting: requests in the queue for a reservation before new ones are refused.
 
@@ -40,6 +42,7 @@ class DecodeConfig:
     transfer_timeout: float = 10.0
     transfer_checksum: bool = False
     secret: str = field(default="", repr=False)
+    gpudirect: GpuDirect = "auto"
     wire_dtype: WireDtype | None = None
     max_waiting: int = 1024
 
@@ -49,6 +52,7 @@ class DecodeConfig:
             ("model_name", bool(self.model_name), "a non-empty string"),
             ("routers", bool(self.routers), "at least one hub endpoint"),
             ("transport", self.transport in MODES, f"one of {', '.join(MODES)}"),
+            ("gpudirect", self.gpudirect in GPUDIRECT, f"one of {', '.join(GPUDIRECT)}"),
             ("transfer_timeout", self.transfer_timeout > 0, "above 0"),
             ("wire_dtype", self.wire_dtype in (None, *WIRE_DTYPES), f"one of {', '.join(WIRE_DTYPES)}, or None"),
             ("max_waiting", self.max_waiting >= 1, "at least 1"),

@@ -108,6 +108,7 @@ class Imports:
             ttl=request.lease_ttl,
             now=now,
             wire_dtype=self._wire.dtype,
+            forks=len(request.forks),
         )
         self._look_for_opening(request.key, now)
         self._carry_out(instructions)

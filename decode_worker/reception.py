@@ -12,7 +12,15 @@ from engine.copy_queue import CopyQueue
 from engine.device_pool import DevicePool
 from engine.kv_cache import KVCache
 from engine.repack import unpack
-from kv_transfer.choice import UNPINNED, Receivers, listen, listen_on_device
+from kv_transfer.choice import (
+    AUTO,
+    UNPINNED,
+    Receivers,
+    check_gpudirect,
+    do_without_gpudirect,
+    listen,
+    listen_on_device,
+)
 from kv_transfer.landing import Landing
 from kv_transfer.memory import DeviceMemory
 from kv_transfer.transport import ON_DEVICES, Receiver, TransportConfig
@@ -46,21 +54,21 @@ class Reception:
     ) -> None:
         self._queue = queue
         self._pinned: memoryview | None = None
-        if cache.in_host_memory and wire.as_in_pool:
+        device = None if cache.in_host_memory else DevicePool(cache, queue)
+        there = None if device is None else _memory_of(device)
+        check_gpudirect(transport, there, config)
+        if device is None and wire.as_in_pool:
             self.receiver: Receiver = listen(transport, host, cache.memory(), config)
             return
-        device = None if cache.in_host_memory else DevicePool(cache, queue)
-        if device is not None and transport in ON_DEVICES:
-            if not wire.as_in_pool:
-                text = f"transport {transport!r} converts nothing, got wire_dtype {wire.element!r}"
-                raise ConfigError(text, field="wire_dtype")
-            found = _listen_on_device(device, transport, config)
-            if found is None:
+        if transport != AUTO:
+            found = _on_device(transport, host, there, wire, config)
+            if found is not None:
+                self.receiver = found
+                return
+            if device is not None and transport in ON_DEVICES:
                 raise ConfigError(
                     f"transport {transport!r} is for CUDA devices, not for this pool's", field="transport"
                 )
-            self.receiver = found
-            return
         into = device.unpack if device is not None else partial(unpack, pool=cache.memory())
         landing = LandingMemory(into, wire, cache.num_blocks, keep=transport not in UNPINNED)
         if device is not None and landing.memory.nbytes <= PINNED_BYTES and queue.pin(landing.memory):
@@ -72,8 +80,9 @@ class Reception:
             self._unpin()
             raise
         landed = Landing(inner, landing.unpack, landing.discard)
-        direct = _listen_on_device(device, transport, config) if device is not None and wire.as_in_pool else None
-        self.receiver = landed if direct is None else Receivers((direct, landed))
+        # Last: what it takes is given back by closing it, and a constructor that raises closes nothing.
+        found = _on_device(transport, host, there, wire, config) if transport == AUTO else None
+        self.receiver = landed if found is None else Receivers((found, landed))
 
     async def close(self) -> None:
         """Close the receiver; not a byte of the pool changes after this. May be called more than once."""
@@ -86,7 +95,23 @@ class Reception:
             self._pinned = None
 
 
-def _listen_on_device(pool: DevicePool, transport: str, config: TransportConfig) -> Receiver | None:
-    if pool.device_index is None:
+def _memory_of(pool: DevicePool) -> DeviceMemory | None:
+    """Where transports for devices find the pool; None where none of them knows its device."""
+    index = pool.device_index
+    return None if index is None else DeviceMemory(pool.data_ptr, pool.nbytes, index)
+
+
+def _on_device(
+    transport: str, host: str, memory: DeviceMemory | None, wire: WireLayout, config: TransportConfig
+) -> Receiver | None:
+    """A receiver straight into the pool on a device, where the transport has one."""
+    if memory is None:
         return None
-    return listen_on_device(transport, DeviceMemory(pool.data_ptr, pool.nbytes, pool.device_index), config)
+    if wire.as_in_pool:
+        return listen_on_device(transport, host, memory, config)
+    if transport in ON_DEVICES:
+        text = f"transport {transport!r} converts nothing, got wire_dtype {wire.element!r}"
+        raise ConfigError(text, field="wire_dtype")
+    if config.gpudirect == "on":
+        do_without_gpudirect(f"blocks are converted on their way to wire_dtype {wire.element!r}", config)
+    return None

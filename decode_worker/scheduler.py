@@ -11,6 +11,9 @@ from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import msgspec
+
+from decode_worker.reach import Reach
 from decode_worker.sequence import (
     SEQUENCES,
     Sequence,
@@ -19,6 +22,7 @@ from decode_worker.sequence import (
     import_owner,
     table_owner,
 )
+from decode_worker.shared_tails import SharedTails
 from engine.batch import Chunk, Draw
 from engine.block_pool import BlockPool
 from engine.prefix_index import block_hashes, extend, root_hash
@@ -65,9 +69,10 @@ class DecodeScheduler:
         pool: holds the blocks.
         block_size: tokens per block.
         max_sequences: reserved and running side by side.
+        window: tokens that the model reads back at most; 0 for all.
     """
 
-    def __init__(self, pool: BlockPool, *, block_size: int, max_sequences: int) -> None:
+    def __init__(self, pool: BlockPool, *, block_size: int, max_sequences: int, window: int = 0) -> None:
         self._pool = pool
         self._block_size = block_size
         self._max_sequences = max_sequences
@@ -75,6 +80,8 @@ class DecodeScheduler:
         self._waiting: deque[Sequence] = deque()
         self._live: dict[RequestKey, Sequence] = {}
         self._in_step: tuple[Sequence, ...] = ()
+        self._tails = SharedTails(pool)
+        self._reach = Reach(pool, window)
 
     @property
     def waiting(self) -> int:
@@ -90,6 +97,15 @@ class DecodeScheduler:
     def running(self) -> int:
         """Sequences that are generating."""
         return sum(sequence.tracker.state is SequenceState.RUNNING for sequence in self._live.values())
+
+    @property
+    def empty_slots(self) -> int:
+        """Slots behind the last token of each sequence, less than a block of each; those of a shared block once."""
+        ends = {
+            sequence.block_table[-1]: len(sequence.block_table) * self._block_size - len(sequence.token_ids)
+            for sequence in self._live.values()
+        }
+        return sum(max(0, slots) for slots in ends.values())
 
     @property
     def idle(self) -> bool:
@@ -117,6 +133,10 @@ class DecodeScheduler:
             if sequence.tracker.state is not SequenceState.RUNNING
         )
 
+    @property
+    def _lanes(self) -> int:
+        return sum(sequence.lanes for sequence in self._live.values())
+
     def add(self, request: Reserve, router: Peer, now: float) -> Sequence:
         """Queue a request for a reservation."""
         sequence = Sequence(
@@ -128,17 +148,18 @@ class DecodeScheduler:
             token_ids=list(request.token_ids),
             hashes=block_hashes(request.token_ids, self._block_size, request.cache_salt.encode()),
             produced=request.emitted,
+            lanes=1 + len(request.forks),
         )
-        self._arrivals += 1
+        self._arrivals += sequence.lanes
         self._waiting.append(sequence)
         return sequence
 
     def admit(self) -> list[Sequence]:
         """Reserve blocks for waiting sequences, oldest first, while they fit; those are IMPORTING now."""
         admitted = []
-        while self._waiting and len(self._live) < self._max_sequences:
+        while self._waiting:
             sequence = self._waiting[0]
-            if not self._place(sequence):
+            if self._lanes + sequence.lanes > self._max_sequences or not self._place(sequence):
                 break
             self._waiting.popleft()
             self._live[sequence.key] = sequence
@@ -151,12 +172,43 @@ class DecodeScheduler:
         sequence = self._live[key]
         self._pool.move_all(import_owner(key), table_owner(key))
         sequence.tracker.move(SequenceEvent.COMMIT)
+        sequence.lanes = 1
         sequence.computed = len(sequence.token_ids)
         sequence.token_ids.append(next_token)
         sequence.produced += 1
         sequence.committed = now
         for index in range(sequence.cached_blocks, len(sequence.hashes)):
             self._pool.seal(sequence.block_table[index], sequence.hashes[index])
+        self._reach.let_go(sequence)
+        return sequence
+
+    def fork(self, first: Sequence, index: int, next_token: int) -> Sequence:
+        """One more continuation of a prompt that has just committed: it shares every block of ``first``.
+
+        Args:
+            first: the sequence that came with the import.
+            index: of the fork in its request.
+            next_token: the fork's own first token.
+        """
+        fork, request = first.request.forks[index], first.request
+        sequence = Sequence(
+            request=msgspec.structs.replace(request, key=fork.key, sampling=fork.sampling(request.sampling), forks=()),
+            router=first.router,
+            order=first.order + 1 + index,
+            arrived=first.arrived,
+            tracker=SEQUENCES.start(str(fork.key)),
+            token_ids=[*first.token_ids[: first.computed], next_token],
+            hashes=list(first.hashes),
+            produced=request.emitted + 1,
+            computed=first.computed,
+            committed=first.committed,
+            block_table=list(first.block_table),
+            passed=first.passed,
+            cached_blocks=first.cached_blocks,
+        )
+        self._pool.share(table_owner(fork.key), sequence.block_table[first.passed :])
+        self._live[fork.key] = sequence
+        sequence.tracker.move(SequenceEvent.FORK)
         return sequence
 
     def next_step(self) -> Step:
@@ -179,8 +231,10 @@ class DecodeScheduler:
             if sequence.tracker.state is SequenceState.LEAVING:
                 self._leave(sequence)
                 continue
+            self._tails.copied(sequence)
             sequence.computed += 1
             self._seal_last(sequence)
+            self._reach.let_go(sequence)
             output = Output(
                 sequence,
                 sequence.produced,
@@ -194,7 +248,7 @@ class DecodeScheduler:
                 sequence.tracker.move(SequenceEvent.FINISH)
                 del self._live[sequence.key]
                 self._pool.release_all(table_owner(sequence.key))
-        self._in_step = ()
+        self._end_step()
         return outputs
 
     def fail_step(self) -> list[Sequence]:
@@ -205,7 +259,7 @@ class DecodeScheduler:
                 sequence.tracker.move(SequenceEvent.DROP_IN_STEP)
                 failed.append(sequence)
             self._leave(sequence)
-        self._in_step = ()
+        self._end_step()
         return failed
 
     def drop(self, key: RequestKey) -> Sequence | None:
@@ -228,6 +282,10 @@ class DecodeScheduler:
         sequence.tracker.move(SequenceEvent.DROP)
         return sequence
 
+    def _end_step(self) -> None:
+        self._in_step = ()
+        self._tails.step_ended()
+
     def _leave(self, sequence: Sequence) -> None:
         sequence.tracker.move(SequenceEvent.STEP_ENDED)
         del self._live[sequence.key]
@@ -239,7 +297,7 @@ class DecodeScheduler:
         self._pool.share(table_owner(key), hit)
         wanted = -(-len(sequence.token_ids) // self._block_size) - len(hit)
         # Every sequence already there, and this one, may need one more block at its next step.
-        if self._live and self._pool.available < wanted + len(self._live) + 1:
+        if self._live and self._pool.available < wanted + self._lanes + sequence.lanes:
             self._pool.release_all(table_owner(key))
             return False
         try:
@@ -252,11 +310,12 @@ class DecodeScheduler:
         return True
 
     def _grow(self, sequence: Sequence, preempted: list[Sequence]) -> bool:
-        if sequence.computed < len(sequence.block_table) * self._block_size:
-            return True
+        index = sequence.computed // self._block_size
         while True:
+            if index < len(sequence.block_table) and not self._tails.shared(sequence.block_table[index]):
+                return True
             try:
-                sequence.block_table += self._pool.allocate(table_owner(sequence.key), 1)
+                (block,) = self._pool.allocate(table_owner(sequence.key), 1)
             except PoolExhausted:
                 victim = max(self._live.values(), key=lambda live: live.order)
                 if victim is sequence and len(self._live) == 1:
@@ -269,6 +328,7 @@ class DecodeScheduler:
                 if importing or victim is sequence:
                     return False
             else:
+                self._tails.put(sequence, index, block)
                 return True
 
     def _seal_last(self, sequence: Sequence) -> None:
@@ -291,6 +351,7 @@ def chunks_of(sequences: Seq[Sequence]) -> list[Chunk]:
             sampling=sequence.request.sampling,
             position=sequence.produced,
             history=sequence.token_ids if sequence.request.sampling.looks_back else (),
+            copied=sequence.copied,
         )
         for sequence in sequences
     ]

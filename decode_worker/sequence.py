@@ -5,6 +5,9 @@ Life cycle::
     WAITING --reserve--> IMPORTING --commit--> RUNNING --finish--> FINISHED
        |                     |                    |  \--drop while a step computes it--> LEAVING --step ends--> GONE
        \-------drop---------/---drop-------------/--drop--> GONE
+
+A fork of a sequence that has just committed goes from WAITING to RUNNING at once: it shares the other's blocks, the
+last and partial one too, until one of them writes that.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ class SequenceEvent(Enum):
 
     RESERVE = auto()
     COMMIT = auto()
+    FORK = auto()
     FINISH = auto()
     DROP = auto()
     DROP_IN_STEP = auto()
@@ -47,6 +51,7 @@ SEQUENCES = TransitionTable(
     {
         (SequenceState.WAITING, SequenceEvent.RESERVE): SequenceState.IMPORTING,
         (SequenceState.WAITING, SequenceEvent.DROP): SequenceState.GONE,
+        (SequenceState.WAITING, SequenceEvent.FORK): SequenceState.RUNNING,
         (SequenceState.IMPORTING, SequenceEvent.COMMIT): SequenceState.RUNNING,
         (SequenceState.IMPORTING, SequenceEvent.DROP): SequenceState.GONE,
         (SequenceState.RUNNING, SequenceEvent.FINISH): SequenceState.FINISHED,
@@ -86,7 +91,11 @@ class Sequence:
         computed: tokens whose KV is in the pool.
         produced: output tokens of the whole request so far, earlier attempts included.
         block_table: physical blocks.
+        passed: leading blocks that lie out of reach, given back; the padding block stands in their place.
         cached_blocks: leading blocks found in this worker's own prefix cache.
+        lanes: sequences that it comes to once it has forked.
+        copied: ``(source, target)`` of a shared block that the next step copies before it writes; the hold on the
+            source goes when that step has ended.
         hashes: of the full blocks so far.
         times: of the handoff, sent with the first tokens.
     """
@@ -102,7 +111,10 @@ class Sequence:
     computed: int = 0
     committed: float = 0.0
     block_table: list[int] = field(default_factory=list)
+    passed: int = 0
     cached_blocks: int = 0
+    lanes: int = 1
+    copied: tuple[int, int] | None = None
     times: StageTimes | None = None
 
     @property

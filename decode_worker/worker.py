@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
 
 import msgspec
@@ -33,6 +33,7 @@ from protocol.errors import (
     Overloaded,
     Preempted,
 )
+from protocol.forks import Fork, ForkBook
 from protocol.ids import Peer, RequestKey
 from protocol.loops import Loops
 from protocol.messages import (
@@ -73,6 +74,7 @@ class DecodeWorker:
         self.ready = False
         self.profile: WorkerProfile | None = None
         self._loops = Loops()
+        self._forks = ForkBook()
         self._wake = asyncio.Event()
         self._decode_tokens = self._cached_tokens = self._preemptions = self._failures = 0
 
@@ -102,7 +104,10 @@ class DecodeWorker:
         self.pool = BlockPool(runner.num_blocks, settings.block_size, prefix_cache=settings.prefix_cache)
         self._watch = PoolWatch(self.pool)
         self._scheduler = DecodeScheduler(
-            self.pool, block_size=settings.block_size, max_sequences=settings.max_sequences
+            self.pool,
+            block_size=settings.block_size,
+            max_sequences=settings.max_sequences,
+            window=runner.model_config.reach,
         )
         context = zmq.asyncio.Context()
         resources.callback(context.term)
@@ -111,6 +116,7 @@ class DecodeWorker:
             timeout=self.config.transfer_timeout,
             checksum=self.config.transfer_checksum,
             secret=self.config.secret,
+            gpudirect=self.config.gpudirect,
             name=str(self.me),
         )
         transport, host = self.config.transport, self.config.bind_host
@@ -176,9 +182,9 @@ class DecodeWorker:
 
     def load(self) -> WorkerLoad:
         """What it is doing now."""
-        imports = self._imports
+        imports, pool = self._imports, self.pool.counts()
         return WorkerLoad(
-            pool=self.pool.counts(),
+            pool=pool,
             waiting=self._scheduler.waiting,
             waiting_tokens=self._scheduler.waiting_tokens,
             running=self._scheduler.running,
@@ -193,6 +199,8 @@ class DecodeWorker:
             kv_seconds=imports.kv_seconds,
             preemptions=self._preemptions,
             failures=self._failures,
+            used_slots=pool.used * self.pool.block_size,
+            empty_slots=self._scheduler.empty_slots,
         )
 
     def transfer(self) -> TransferCounts:
@@ -219,7 +227,11 @@ class DecodeWorker:
 
     def _accept(self, router: Peer, request: Reserve) -> None:
         if self._scheduler.find(request.key) is not None or self._imports.book.has_ended(request.key, time.monotonic()):
-            return  # it came twice, or its cancel was faster
+            # It came twice, or its cancel was faster; then whom it was to carry comes again.
+            lost = [fork for fork in request.forks if self._forks.first_of(fork.key) == fork.key]
+            lost = [fork for fork in lost if self._scheduler.find(fork.key) is None]
+            self._send_back(router, lost, "the request that carried it was cancelled")
+            return
         length = len(request.token_ids) - request.emitted + request.sampling.max_tokens
         error = self._stepper.runner.grammars.refusal(request.sampling)
         if not request.token_ids or length > self._max_model_len:
@@ -232,13 +244,23 @@ class DecodeWorker:
             )
         elif self._scheduler.waiting >= self.config.max_waiting:
             error = Overloaded(f"{self._scheduler.waiting} requests wait, {self.config.max_waiting} are allowed")
+        self._forks.open(request.key, request.forks)
         if error is not None:
             self._fail(router, request.key, ErrorInfo.of(error))
             return
+        # Those that could never run beside the others: the cached prompt serves them.
+        most = self.config.engine.max_sequences
+        self._send_back(router, request.forks[most - 1 :], f"{most} sequences run side by side at most")
         sequence = self._scheduler.add(request, router, time.monotonic())
+        sequence.lanes = len(self._forks.wanted(request.key))
         self._admit()
         if not sequence.block_table:
             self._imports.wait(sequence)
+
+    def _send_back(self, router: Peer, forks: Iterable[Fork], why: str) -> None:
+        for fork in forks:
+            self._forks.drop(fork.key)
+            self._fail(router, fork.key, ErrorInfo.of(Preempted(why)))
 
     def _admit(self) -> None:
         now = time.monotonic()
@@ -249,27 +271,44 @@ class DecodeWorker:
             )
             self._imports.open(sequence)
 
-    def _drop(self, key: RequestKey) -> None:
+    def _drop(self, wanted: RequestKey) -> None:
+        key = self._forks.first_of(wanted)
+        if not self._forks.drop(wanted):
+            # Others wait for the same blocks.
+            waiting = self._scheduler.find(key)
+            assert waiting is not None, "the book is closed when the sequence commits or ends"
+            waiting.lanes = len(self._forks.wanted(key))
+            return
+        self._forks.close(key)
         self._scheduler.drop(key)
         self._imports.cancel(key)
         self._wake.set()
 
     def _router_lost(self, router: Peer) -> None:
-        for key in self._scheduler.asked_by(router):
-            self._drop(key)
+        for first in self._scheduler.asked_by(router):
+            for key in self._forks.wanted(first):
+                self._drop(key)
 
     def _commit(self, key: RequestKey, handover: Handover, handoff: float) -> None:
-        sequence = self._scheduler.commit(key, handover.next_token, time.monotonic())
+        now = time.monotonic()
+        sequence = self._scheduler.commit(key, handover.next_token, now)
         assert sequence.times is not None, "set when the reservation was made"
-        sequence.times = msgspec.structs.replace(
-            sequence.times,
-            ship=handover.ship,
-            handoff=handoff,
-            kv_blocks=handover.blocks,
-            kv_bytes=handover.nbytes,
-            transport=handover.transport,
+        times = msgspec.structs.replace(
+            sequence.times, ship=handover.ship, handoff=handoff, transport=handover.transport
         )
+        # What crossed is counted once, with the first.
+        sequence.times = msgspec.structs.replace(times, kv_blocks=handover.blocks, kv_bytes=handover.nbytes)
+        if sequence.request.forks:
+            self._fork(sequence, handover.fork_tokens, times)
         self._wake.set()
+
+    def _fork(self, first: Sequence, tokens: tuple[int, ...], times: StageTimes) -> None:
+        request, wanted = first.request, self._forks.close(first.key)
+        for index, (fork, token) in enumerate(zip(request.forks, tokens, strict=True)):
+            if fork.key in wanted and request.sampling.finish_reason(token, request.emitted + 1) is None:
+                self._scheduler.fork(first, index, token).times = times
+        if first.key not in wanted or request.sampling.finish_reason(first.token_ids[-1], first.produced) is not None:
+            self._scheduler.drop(first.key)
 
     def _import_failed(self, key: RequestKey, error: ErrorInfo) -> None:
         sequence = self._scheduler.drop(key)
@@ -277,9 +316,10 @@ class DecodeWorker:
             self._fail(sequence.router, key, error)
         self._wake.set()
 
-    def _fail(self, router: Peer, key: RequestKey, error: ErrorInfo) -> None:
-        self._failures += 1
-        self._link.send(router, Failed(key=key, error=error))
+    def _fail(self, router: Peer, first: RequestKey, error: ErrorInfo) -> None:
+        for key in self._forks.close(first):
+            self._failures += 1
+            self._link.send(router, Failed(key=key, error=error))
 
     async def _ticks(self) -> None:
         while True:
@@ -314,13 +354,9 @@ class DecodeWorker:
     def _preempt(self, sequence: Sequence) -> None:
         self._preemptions += 1
         self._imports.cancel(sequence.key)
-        self._link.send(
-            sequence.router,
-            Failed(
-                key=sequence.key,
-                error=ErrorInfo.of(Preempted("the block pool is full; older requests go first")),
-            ),
-        )
+        error = ErrorInfo.of(Preempted("the block pool is full; older requests go first"))
+        for key in self._forks.close(sequence.key):
+            self._link.send(sequence.router, Failed(key=key, error=error))
 
     def _emit(self, output: Output) -> None:
         sequence = output.sequence

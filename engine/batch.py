@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.prompt_logprobs import PromptSpan
 from protocol.errors import InvariantViolation
 from protocol.sampling import SamplingParams, TokenLogprobs
 
@@ -26,6 +27,10 @@ class Chunk:
         position: index of that drawn token in the request's whole output.
         history: all tokens of the request up to here, of which the last ``position`` are output. Needed only where
             ``sampling`` looks back.
+        forks: further draws of the same token, each by its own sampling.
+        copied: ``(source, target)``, a block that is copied before the step computes anything: ``target`` is in the
+            block table in place of a ``source`` that others go on with.
+        span: prompt tokens after tokens of this chunk whose log-probabilities are wanted; None where none are.
     """
 
     token_ids: Sequence[int]
@@ -34,6 +39,9 @@ class Chunk:
     sampling: SamplingParams | None = None
     position: int = 0
     history: Sequence[int] = ()
+    forks: Sequence[SamplingParams] = ()
+    copied: tuple[int, int] | None = None
+    span: PromptSpan | None = None
 
 
 class Draw(NamedTuple):
@@ -42,10 +50,12 @@ class Draw(NamedTuple):
     Attributes:
         token_id: it.
         logprobs: where its sampling asks for them.
+        forks: the further draws that its chunk asked for.
     """
 
     token_id: int
     logprobs: TokenLogprobs | None = None
+    forks: tuple[Draw, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +117,7 @@ def flatten(chunks: Sequence[Chunk], limits: BatchLimits) -> FlatBatch:
     total = int(ends[-1])
     token_ids = np.fromiter(chain.from_iterable(chunk.token_ids for chunk in chunks), np.int64, total)
     _check_ids("block id", block_table, limits.num_blocks)
+    _check_copies(chunks, limits)
     _check_ids("token id", token_ids, limits.vocab_size)
 
     query_start_loc = np.concatenate((np.zeros(1, np.int64), ends))
@@ -137,12 +148,24 @@ def _check_lengths(
         raise InvariantViolation("a step needs at least one chunk")
     held = np.fromiter((len(chunk.block_table) for chunk in chunks), np.int64, len(chunks))
     wrong = (counts < 1) | (starts < 0) | (lens > limits.max_model_len) | (held < needed)
+    for row, chunk in enumerate(chunks):
+        if chunk.span is not None and chunk.span.first + len(chunk.span.targets) > counts[row]:
+            raise InvariantViolation(f"chunk {row}: {len(chunk.span.targets)} prompt tokens follow none of its tokens")
     if wrong.any():
         row = int(wrong.argmax())
         raise InvariantViolation(
             f"chunk {row}: {counts[row]} tokens after {starts[row]} with {held[row]} blocks of {limits.block_size} "
             f"cannot be computed (max_model_len {limits.max_model_len})"
         )
+
+
+def _check_copies(chunks: Sequence[Chunk], limits: BatchLimits) -> None:
+    for row, chunk in enumerate(chunks):
+        if chunk.copied is None:
+            continue
+        source, target = chunk.copied
+        if not 0 < source < limits.num_blocks or source == target or target not in chunk.block_table:
+            raise InvariantViolation(f"chunk {row}: block {source} cannot be copied to {target}")
 
 
 def _check_ids(what: str, ids: NDArray[np.int32] | NDArray[np.int64], bound: int) -> None:

@@ -160,6 +160,10 @@ class BlockPool:
             self._settle(block)
         self._holdings.setdefault(target, held).update(dict.fromkeys(blocks))
 
+    def holders(self, block: int) -> int:
+        """How many hold ``block``: one that is alone may write it, as long as it is not sealed."""
+        return sum(self._holders[block])
+
     def holdings(self, owner: Owner) -> list[int]:
         """The blocks ``owner`` holds, in the order it got them."""
         return list(self._holdings.get(owner, ()))

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Sequence
 
 import torch
 
-from engine.float8 import Scales
+from engine.float8 import Scales, as_bytes
 from engine.shared_memory import allocate
 from protocol.errors import ConfigError, EngineFailure
 from protocol.layout import CacheDtype, KVLayout
@@ -64,6 +65,12 @@ class KVCache:
 
         self._layers = [(self.tensor[:, index, 0], self.tensor[:, index, 1]) for index in range(layout.num_layers)]
         self._scales = [Scales(*layout.scales_of(index)) for index in range(layout.num_layers)]
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, ``(source, target)`` each; every source is read before any target is written."""
+        sources, targets = torch.tensor(pairs, device=self.tensor.device).unbind(1)
+        pool = as_bytes(self.tensor)
+        pool.index_copy_(0, targets, pool.index_select(0, sources))
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of one layer: strided views ``[num_blocks, *layout.inner_shape()]``."""

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.host_link import upload
 from protocol.sampling import SamplingParams
 
 
@@ -78,15 +79,15 @@ def _penalise(line: torch.Tensor, row: Row) -> None:
     if row.position and (sampling.presence_penalty or sampling.frequency_penalty):
         output, counts = np.unique(history[-row.position :], return_counts=True)
         taken = sampling.presence_penalty + sampling.frequency_penalty * counts
-        line[_on(output, line)] -= torch.from_numpy(taken).to(line)
+        line[_on(output, line)] -= upload(taken.tolist(), line.dtype, line.device)
 
 
 def _add_bias(line: torch.Tensor, sampling: SamplingParams) -> None:
     known = [(token, bias) for token, bias in sampling.logit_bias if token < line.shape[0]]
     if known:
         tokens, biases = zip(*known, strict=True)
-        line[list(tokens)] += torch.tensor(biases, dtype=line.dtype, device=line.device)
+        line[upload(tokens, torch.int64, line.device)] += upload(biases, line.dtype, line.device)
 
 
 def _on(ids: NDArray[np.int64], line: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(ids).to(line.device)
+    return upload(ids.tolist(), torch.int64, line.device)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 
+import psutil
 import torch
 
 from engine.attention import create_backend
@@ -18,7 +20,9 @@ from engine.batch import BatchLimits, Chunk, Draw, flatten
 from engine.checkpoint import Progress, load_weights
 from engine.config import EngineConfig
 from engine.copy_queue import CopyQueue, copy_queue
+from engine.decode_graphs import DecodeGraphs
 from engine.grammar import Grammars
+from engine.graph_batches import default_batches
 from engine.kv_cache import TORCH_DTYPES, KVCache
 from engine.kv_scales import cache_scales
 from engine.layer_watch import LayerWatch
@@ -26,6 +30,9 @@ from engine.logit_rules import Row
 from engine.models import family
 from engine.models.config import ModelConfig
 from engine.models.model import Model, OnLayer
+from engine.pool_memory import PoolMemory
+from engine.prompt_logprobs import tell
+from engine.recorder import CudaRecorder, Recorder
 from engine.sampler import sample
 from protocol.errors import ConfigError, EngineFailure
 from protocol.layout import PADDING_BLOCK, CacheDtype, FloatDtype, KVLayout
@@ -59,12 +66,13 @@ class ModelRunner:
         self.num_blocks = cache.num_blocks
         self.cache = cache
         self.vocab_size = model_config.vocab_size
-        self.max_model_len = resolve_max_model_len(config, model_config)
+        self.max_model_len = resolve_max_model_len(config, model_config, cache.num_blocks)
         self.device = backend.device
         self.copies: CopyQueue = copy_queue(backend.device)
         self.grammars = Grammars(Path(config.model), model_config.vocab_size)
         self._model = model
         self._backend = backend
+        self._graphs: DecodeGraphs | None = None
         self._limits = BatchLimits(
             block_size=self.layout.block_size,
             num_blocks=self.num_blocks,
@@ -86,7 +94,9 @@ class ModelRunner:
         directory = Path(config.model)
         model_config = ModelConfig.read(directory)
         build = family(model_config.architecture)
-        max_model_len = resolve_max_model_len(config, model_config)
+        # Only the pool's memory can still lower it, and that is measured when the weights are there.
+        blocks = config.num_blocks if config.pool_memory is None else None
+        max_model_len = resolve_max_model_len(config, model_config, blocks)
         device = resolve_device(config.device)
         dtype = resolve_dtype(config, device)
         cache_dtype = resolve_cache_dtype(config, dtype)
@@ -101,14 +111,18 @@ class ModelRunner:
         )
         backend = create_backend(config.attention, layout, device, TORCH_DTYPES[dtype])
         with _mapped(f"loading {directory}"):
-            cache = KVCache(layout, config.num_blocks, device)
             model = build(model_config, max_model_len=max_model_len, dtype=TORCH_DTYPES[dtype], device=device)
             load_weights(directory, model.destinations(), ignored=model.ignores, progress=progress)
             model.seal()
+            num_blocks = pool_blocks(config, layout, device)
+            resolve_max_model_len(config, model_config, num_blocks)
+            cache = KVCache(layout, num_blocks, device)
         return cls(config, model_config, model, backend, cache)
 
     def execute(self, chunks: Sequence[Chunk], watch: LayerWatch | None = None) -> list[Draw | None]:
         """One forward step of all ``chunks``; stores their K and V, on a GPU in the order that ``copies`` keeps.
+
+        Blocks that chunks want copied are copied first, all of them, before anything is stored.
 
         Args:
             chunks: the work.
@@ -122,19 +136,23 @@ class ModelRunner:
             InvariantViolation: a chunk names what is not there; nothing was stored.
             EngineFailure: torch raised, or the logits are not finite; nothing is stored any more.
         """
-        drawing = [
-            (index, self._row(chunk.sampling, chunk))
-            for index, chunk in enumerate(chunks)
-            if chunk.sampling is not None
-        ]
         draws: list[Draw | None] = [None] * len(chunks)
+        rows: list[Row] = []
+        source: list[int] = []
+        indices: list[int] = []
+        for index, chunk in enumerate(chunks):
+            if chunk.sampling is not None:
+                for sampling in (chunk.sampling, *chunk.forks):
+                    rows.append(self._row(sampling, chunk))
+                    source.append(len(indices))
+                indices.append(index)
         logits = self.logits(chunks, watch)
-        if drawing:
-            indices, rows = zip(*drawing, strict=True)
+        if rows:
             with _mapped(f"drawing {len(rows)} tokens"):
-                drawn = sample(logits, rows)
-            for index, draw in zip(indices, drawn, strict=True):
-                draws[index] = draw
+                # Forks of a chunk see the same logits.
+                drawn = iter(sample(logits if len(rows) == len(indices) else logits[source], rows))
+            for index in indices:
+                draws[index] = next(drawn)._replace(forks=tuple(islice(drawn, len(chunks[index].forks))))
         return draws
 
     def _row(self, sampling: SamplingParams, chunk: Chunk) -> Row:
@@ -142,10 +160,10 @@ class ModelRunner:
         return Row(sampling, chunk.position, chunk.history, allowed)
 
     def logits(self, chunks: Sequence[Chunk], watch: LayerWatch | None = None) -> torch.Tensor:
-        """The forward pass of :meth:`execute` without the draw.
+        """The forward pass of :meth:`execute` without the draw; spans of chunks are told of.
 
         Returns:
-            [N, vocab], after the last token of each chunk that wants a draw, in order.
+            [N, vocab], after the last token of each chunk that wants a draw, in order; good until the next step.
 
         Raises:
             InvariantViolation: a chunk names what is not there; nothing was stored.
@@ -153,6 +171,12 @@ class ModelRunner:
         """
         batch = flatten(chunks, self._limits)
         with _mapped(f"a step of {len(batch.token_ids)} tokens"), self._marked(), torch.inference_mode():
+            if copies := [chunk.copied for chunk in chunks if chunk.copied is not None]:
+                self.cache.copy_blocks(copies)
+            if self._graphs is not None and watch is None:
+                replayed = self._graphs.logits(batch)
+                if replayed is not None:
+                    return replayed
             hidden = self._model.hidden(
                 torch.from_numpy(batch.token_ids).to(self.device),
                 torch.from_numpy(batch.positions).to(self.device),
@@ -160,6 +184,12 @@ class ModelRunner:
                 self.cache,
                 None if watch is None else self._borders(watch),
             )
+            spans = [
+                (int(first), chunk.span)
+                for first, chunk in zip(batch.query_start_loc[:-1], chunks, strict=True)
+                if chunk.span is not None
+            ]
+            tell(spans, hidden, self._model.logits, self.vocab_size)
             return self._model.logits(hidden[torch.from_numpy(batch.logits_indices).to(self.device)])
 
     @contextmanager
@@ -186,10 +216,13 @@ class ModelRunner:
 
         return on_layer
 
-    def warm_up(self) -> None:
+    def warm_up(self, *, decodes: bool = True) -> None:
         """Run the largest prompt chunk and a full batch of decodes, in the padding block; no other block changes.
 
         Reads the tokenizer, too, for the grammars.
+
+        Args:
+            decodes: whether there will be steps of decodes alone; on a GPU they are captured then.
         """
         count = min(self.config.max_batch_tokens, self.max_model_len)
         table = [PADDING_BLOCK] * self.layout.blocks_for(count)
@@ -197,6 +230,21 @@ class ModelRunner:
         self.execute([Chunk([0] * count, 0, table, greedy)])
         self.execute([Chunk([0], 0, table, greedy)] * self.config.max_sequences)
         self.grammars.warm_up()
+        if decodes and self.device.type == "cuda" and self.config.cuda_graphs == "auto":
+            self.capture_decodes(CudaRecorder(self.device))
+
+    def capture_decodes(self, recorder: Recorder) -> tuple[int, ...]:
+        """Have steps of decodes recorded, and replayed from now on.
+
+        Returns:
+            The sizes of batch that are; none where the model or the attention does not allow it, which is logged.
+        """
+        sizes = self.config.cuda_graph_batches or default_batches(self.config.max_sequences)
+        width = self.layout.blocks_for(self.max_model_len)
+        self._graphs = DecodeGraphs(self._model, self._backend, self.cache, recorder, sizes, width)
+        with self._marked():
+            self._graphs.capture()
+        return self._graphs.captured
 
 
 @contextmanager
@@ -240,14 +288,33 @@ def resolve_cache_dtype(config: EngineConfig, dtype: FloatDtype) -> CacheDtype:
     return dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
 
 
-def resolve_max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
-    """Tokens of one sequence at most.
+def pool_blocks(config: EngineConfig, layout: KVLayout, device: torch.device) -> int:
+    """Blocks of the pool, by number or by memory.
 
     Raises:
-        ConfigError: ``config`` asks for more than the model knows positions for.
+        ConfigError: ``pool_memory`` is too little for a pool, or more than ``device`` has free.
     """
+    if config.pool_memory is None:
+        return config.num_blocks
+    on_gpu = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
+    return PoolMemory.parse(config.pool_memory).blocks(layout, free)
+
+
+def resolve_max_model_len(config: EngineConfig, model_config: ModelConfig, num_blocks: int | None) -> int:
+    """Tokens of one sequence at most.
+
+    Args:
+        config: what is asked for.
+        model_config: what the model knows.
+        num_blocks: of the pool; None where that is not known yet.
+
+    Raises:
+        ConfigError: ``config`` asks for more than the model knows positions for, or than the pool holds.
+    """
+    held = model_config.max_positions if num_blocks is None else config.longest(num_blocks)
     if config.max_model_len is None:
-        return min(model_config.max_positions, config.pool_tokens)
+        return min(model_config.max_positions, held)
     if config.max_model_len > model_config.max_positions:
         raise ConfigError(
             f"max_model_len {config.max_model_len} is above the model's {model_config.max_positions} positions",

@@ -3,6 +3,8 @@
 The draw depends on the row's logits, the tokens before it, ``seed`` and output position alone. It inverts the
 cumulative distribution in vocabulary order with one uniform number, so a rounding difference between two batches moves
 the borders between tokens by as little and almost never changes the text.
+
+A step waits for the device once, for the tokens. Where ``top_p`` is asked of a large vocabulary it waits once more.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.batch import Draw
+from engine.host_link import fetch, upload
 from engine.logit_rules import Row, apply_rules
 from protocol.errors import EngineFailure
 from protocol.sampling import SamplingParams, TokenLogprobs
@@ -41,34 +44,37 @@ def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[Draw]:
     """
     scores = logits.float()
     ruled = apply_rules(scores, rows)
-    highest, greedy_ids = ruled.max(dim=-1)
-    if not bool(torch.isfinite(highest).all()):
-        raise EngineFailure("the model gave logits that are not finite")
-    tokens = [int(token) for token in greedy_ids.tolist()]
+    highest, chosen = ruled.max(dim=-1)
     drawing = [index for index, row in enumerate(rows) if not row.sampling.greedy]
     if drawing:
         drawn = _draw(
-            ruled[drawing] - highest[drawing, None],
+            _of_rows(ruled, drawing) - _of_rows(highest, drawing)[:, None],
             [rows[index].sampling for index in drawing],
             uniforms([rows[index].sampling.seed for index in drawing], [rows[index].position for index in drawing]),
         )
-        for index, token in zip(drawing, drawn, strict=True):
-            tokens[index] = token
+        chosen[upload(drawing, torch.int64, chosen.device)] = drawn
     wanted = [index for index, row in enumerate(rows) if row.sampling.logprobs is not None]
-    found: dict[int, TokenLogprobs] = {}
-    if wanted:
-        counts = [rows[index].sampling.logprobs or 0 for index in wanted]
-        told = _logprobs(scores[wanted], [tokens[index] for index in wanted], counts)
-        found = dict(zip(wanted, told, strict=True))
+    counts = [rows[index].sampling.logprobs or 0 for index in wanted]
+    told = _logprobs(_of_rows(scores, wanted), _of_rows(chosen, wanted), max(counts)) if wanted else ()
+    finite, tokens, *values = fetch(torch.isfinite(highest), chosen, *told)
+    if not all(finite):
+        raise EngineFailure("the model gave logits that are not finite")
+    found = dict(zip(wanted, _lines(counts, *values), strict=True)) if wanted else {}
     return [Draw(token, found.get(index)) for index, token in enumerate(tokens)]
 
 
-def _logprobs(scores: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
-    """Of ``tokens`` and of the ``counts[r]`` most likely in each row of ``scores`` [R, V]."""
+def _logprobs(scores: torch.Tensor, tokens: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of ``tokens`` [R], and ids and values of the ``most`` likely in each row of ``scores`` [R, V]."""
     normalised = torch.log_softmax(scores, dim=-1)
-    own = normalised.gather(1, torch.tensor(tokens, device=scores.device)[:, None])[:, 0].tolist()
-    best = torch.topk(normalised, min(max(counts), scores.shape[1]))
-    lines = zip(own, counts, best.indices.tolist(), best.values.tolist(), strict=True)
+    best = torch.topk(normalised, min(most, scores.shape[1]))
+    return normalised.gather(1, tokens[:, None])[:, 0], best.indices, best.values
+
+
+def _lines(
+    counts: Sequence[int], own: list[float], ids: list[list[int]], values: list[list[float]]
+) -> list[TokenLogprobs]:
+    """What was fetched of :func:`_logprobs`, ``counts[r]`` of the most likely in a row."""
+    lines = zip(own, counts, ids, values, strict=True)
     return [
         TokenLogprobs(logprob, tuple(zip(ids[:count], values[:count], strict=True)))
         for logprob, count, ids, values in lines
@@ -97,7 +103,7 @@ def kept_weights(shifted: torch.Tensor, sampling: Sequence[SamplingParams]) -> t
     """
     temperatures = [max(settings.temperature, _LEAST_TEMPERATURE) for settings in sampling]
     weights = shifted.double()
-    weights.div_(torch.tensor(temperatures, dtype=torch.float64, device=shifted.device)[:, None])
+    weights.div_(upload(temperatures, torch.float64, shifted.device)[:, None])
     weights.exp_()
     limited = [row for row, settings in enumerate(sampling) if 0 < settings.top_k < shifted.shape[1]]
     if limited:
@@ -111,33 +117,33 @@ def kept_weights(shifted: torch.Tensor, sampling: Sequence[SamplingParams]) -> t
         )
     limited = [row for row, settings in enumerate(sampling) if settings.min_p > 0.0]
     if limited:
-        shares = torch.tensor([sampling[row].min_p for row in limited], dtype=weights.dtype, device=weights.device)
+        shares = upload([sampling[row].min_p for row in limited], weights.dtype, weights.device)
         _drop_below(weights, limited, shares * _of_rows(weights, limited).max(dim=-1).values)
     return weights
 
 
-def _of_rows(weights: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """``rows`` of ``weights``, without a copy where that is all of them."""
-    return weights if len(rows) == weights.shape[0] else weights[rows]
+def _of_rows(values: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """``rows``, ascending, of ``values``, without a copy where that is all of them."""
+    return values if len(rows) == len(values) else values[upload(rows, torch.int64, values.device)]
 
 
 def _drop_below(weights: torch.Tensor, rows: Sequence[int], floor: torch.Tensor) -> None:
     """Zero what is less than ``floor`` [R] in ``rows`` of ``weights`` [B, V]; all that tie with it stay."""
     floors = weights.new_zeros(weights.shape[0])
-    floors[rows] = floor
+    floors[upload(rows, torch.int64, weights.device)] = floor
     weights.masked_fill_(weights < floors[:, None], 0.0)
 
 
 def _top_k_floor(weights: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     """The ``sizes[r]``-th highest of each row of ``weights`` [R, V]."""
-    last = torch.tensor(sizes, device=weights.device)[:, None] - 1
+    last = upload(sizes, torch.int64, weights.device)[:, None] - 1
     return torch.topk(weights, max(sizes)).values.gather(1, last)[:, 0]
 
 
 def _top_p_floor(weights: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
     """The least of the smallest set of the highest in each row of ``weights`` [R, V] that has its share of the sum."""
     wanted = weights.sum(dim=-1, keepdim=True)
-    wanted *= torch.tensor(shares, dtype=weights.dtype, device=weights.device)[:, None]
+    wanted *= upload(shares, weights.dtype, weights.device)[:, None]
     width = min(_CANDIDATES, weights.shape[1])
     ordered = torch.topk(weights, width).values
     floor = _floor_of(ordered, wanted)
@@ -154,10 +160,11 @@ def _floor_of(ordered: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     return ordered.gather(1, (count - 1).clamp_(min=0))[:, 0]
 
 
-def _draw(shifted: torch.Tensor, sampling: Sequence[SamplingParams], numbers: NDArray[np.float64]) -> list[int]:
+def _draw(shifted: torch.Tensor, sampling: Sequence[SamplingParams], numbers: NDArray[np.float64]) -> torch.Tensor:
     cumulative = torch.cumsum(kept_weights(shifted, sampling), dim=-1)
     total = cumulative[:, -1:]
-    target = torch.from_numpy(numbers).to(shifted.device)[:, None] * total
+    target = upload(numbers.tolist(), torch.float64, shifted.device)[:, None] * total
     # Rounding may carry the product up to the total itself, beyond every token.
     target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
-    return [int(token) for token in torch.searchsorted(cumulative, target, right=True)[:, 0].tolist()]
+    # Of logits that are not finite, which are found out later, it may come to none: it must be a token all the same.
+    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=shifted.shape[1] - 1)

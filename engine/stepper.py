@@ -35,12 +35,13 @@ class Stepper:
         self._entered: float | None = None
 
     @classmethod
-    async def load(cls, config: EngineConfig, progress: Progress | None = None) -> Stepper:
+    async def load(cls, config: EngineConfig, progress: Progress | None = None, *, decodes: bool = True) -> Stepper:
         """Load and warm up a model, in the thread that will run its steps.
 
         Args:
             config: of the engine.
             progress: called with a stage's name and the fraction done, from that thread.
+            decodes: whether there will be steps of decodes alone; see :meth:`ModelRunner.warm_up`.
 
         Raises:
             ModelError, ConfigError, EngineFailure: as :meth:`ModelRunner.load`.
@@ -49,7 +50,7 @@ class Stepper:
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         try:
             runner = await loop.run_in_executor(executor, ModelRunner.load, config, progress)
-            await loop.run_in_executor(executor, runner.warm_up)
+            await loop.run_in_executor(executor, partial(runner.warm_up, decodes=decodes))
         except BaseException:
             executor.shutdown(wait=False)
             raise

@@ -21,6 +21,7 @@ from kv_transfer.transport import (
     TransportConfig,
     Window,
     make_receiver,
+    why_not_on_device,
     why_unreachable,
     why_unusable,
 )
@@ -34,6 +35,8 @@ STANDING_IN: Mapping[str, tuple[str, ...]] = MappingProxyType({AUTO: ("cuda_ipc"
 UNPINNED = frozenset({AUTO, *PREFERENCE, "inproc"})
 """Modes by which nothing pins a receiver's memory: its pages may go and come again."""
 MODES = (AUTO, *sorted(SCHEMES))
+GPUDIRECT_BY = "ucx"
+"""The scheme that moves a GPU's memory between hosts without passing that of a host."""
 MAX_REMEMBERED = 4096
 """Receivers whose choice is remembered; above that all are forgotten and chosen anew."""
 
@@ -108,26 +111,62 @@ def listen(mode: str, host: str, memory: memoryview, config: TransportConfig) ->
     return Receivers(receivers)
 
 
-def listen_on_device(mode: str, memory: DeviceMemory, config: TransportConfig) -> Receiver | None:
-    """A receiver into memory of a device; None where ``mode`` does without.
+def listen_on_device(mode: str, host: str, memory: DeviceMemory, config: TransportConfig) -> Receiver | None:
+    """A receiver into memory of a device, by the best scheme of ``mode`` that takes it there; None where none does.
 
     Args:
         mode: a scheme, or ``auto``.
+        host: address that senders on other hosts reach this one at.
         memory: of the pool.
         config: of each transport.
 
     Raises:
-        ConfigError: the mode is such a scheme, and it cannot be used here.
+        ConfigError: the mode is for devices alone, or GPUDirect is to be used in any case, and it cannot be here.
     """
-    if not ON_DEVICES.intersection(schemes_of(mode)):
-        return None
-    try:
-        return make_receiver("cuda_ipc://*", memory, config)
-    except ConfigError as error:
-        if mode != AUTO:
-            raise
-        logger.warning("not listening by cuda_ipc: %s", error.message)
-        return None
+    for scheme in schemes_of(mode):
+        reason = why_not_on_device(scheme, memory, config)
+        if reason is None:
+            try:
+                return make_receiver(_bind(scheme, host), memory, config)
+            except ConfigError as error:
+                if mode in ON_DEVICES:
+                    raise
+                reason = error.message
+                logger.warning("not listening by %s on the GPU: %s", scheme, reason)
+        if scheme == GPUDIRECT_BY:
+            do_without_gpudirect(reason, config)
+    return None
+
+
+def do_without_gpudirect(reason: str, config: TransportConfig) -> None:
+    """Say that a GPU's KV passes host memory though it is to go by RDMA, and why.
+
+    Raises:
+        ConfigError: GPUDirect is to be used in any case.
+    """
+    if config.gpudirect == "on":
+        raise ConfigError(f"gpudirect 'on' cannot be: {reason}", field="gpudirect")
+    if config.gpudirect == "auto":
+        logger.warning("KV passes pinned host memory on its way from or to the GPU: %s", reason)
+
+
+def check_gpudirect(mode: str, memory: object, config: TransportConfig) -> None:
+    """Refuse what shows before anything is tried, where GPUDirect is to be used in any case.
+
+    Args:
+        mode: a scheme, or ``auto``.
+        memory: of the pool.
+        config: of the transports.
+
+    Raises:
+        ConfigError: names what is in the way.
+    """
+    if config.gpudirect != "on":
+        return
+    if mode != GPUDIRECT_BY:
+        do_without_gpudirect(f"it is a matter of transport {GPUDIRECT_BY!r}, and this is {mode!r}", config)
+    if not isinstance(memory, DeviceMemory):
+        do_without_gpudirect("the pool is on no CUDA device", config)
 
 
 def schemes_of(mode: str) -> tuple[str, ...]:

@@ -66,6 +66,7 @@ class Import:
         tracker: the state.
         grant: what was granted, once the blocks are reserved.
         num_tokens: of the prompt; 0 before that.
+        forks: further continuations of it that the hand-over begins.
         landed_blocks, landed_bytes: written so far.
         handover: the record, once it is there.
         renew_at: when the next renewal is due; None when no more is.
@@ -79,6 +80,7 @@ class Import:
     tracker: Tracker[ImportState, ImportEvent] = field(init=False)
     grant: Grant | None = None
     num_tokens: int = 0
+    forks: int = 0
     landed_blocks: int = 0
     landed_bytes: int = 0
     handover: Handover | None = None
@@ -131,6 +133,9 @@ class Import:
         if self.handover.num_tokens != self.num_tokens:
             tokens = f"{self.num_tokens} tokens asked for, {self.handover.num_tokens} handed over"
             return IntegrityMismatch(f"import {self.key}: {tokens}")
+        if len(self.handover.fork_tokens) != self.forks:
+            forks = f"{self.forks} forks asked for, {len(self.handover.fork_tokens)} handed over"
+            return IntegrityMismatch(f"import {self.key}: {forks}")
         return None
 
     def check_integrity(self) -> None:

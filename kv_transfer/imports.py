@@ -112,6 +112,7 @@ class ImportBook:
         *,
         router: bytes | None = None,
         wire_dtype: WireDtype | None = None,
+        forks: int = 0,
     ) -> list[Instruction]:
         """The blocks are reserved; open the window and send the grant. May follow :meth:`waiting`.
 
@@ -131,6 +132,7 @@ class ImportBook:
             now: monotonic seconds.
             router: opaque; comes back with a failure.
             wire_dtype: in which the blocks shall cross; None is the pool's own.
+            forks: further continuations of the prompt, whose first tokens the hand-over must bring.
 
         Raises:
             InvalidRequest: ``ttl`` is out of range; names the field and the value.
@@ -153,6 +155,7 @@ class ImportBook:
         item.tracker.move(ImportEvent.OPEN)
         item.ttl = ttl
         item.num_tokens = num_tokens
+        item.forks = forks
         item.grant = Grant(
             key=key,
             first_block=first_block,

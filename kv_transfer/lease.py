@@ -53,6 +53,10 @@ class LeaseBook:
         """Leases that still hold blocks, draining ones included."""
         return len(self._leases)
 
+    def ends(self) -> dict[int, int]:
+        """Slots behind the last token of each computed prompt whose blocks are held, by the prompt's last block."""
+        return dict(end for lease in self._leases.values() if (end := lease.end) is not None)
+
     def is_open(self, key: RequestKey) -> bool:
         """Whether ``key`` has a lease that has not closed."""
         return self._find(key) is not None
@@ -170,8 +174,10 @@ class LeaseBook:
         fresh = lease.advance(tuple(blocks), layers)
         return [*([Hold(key, fresh)] if fresh else []), *self._ship_computed(lease)]
 
-    def finished(self, key: RequestKey, next_token: TokenId, now: float) -> list[Instruction]:
-        """The whole prompt is computed, its last block announced, and the first token drawn.
+    def finished(
+        self, key: RequestKey, next_token: TokenId, now: float, *, fork_tokens: tuple[TokenId, ...] = ()
+    ) -> list[Instruction]:
+        """The whole prompt is computed, its last block announced, and the first token drawn, and that of each fork.
 
         Raises:
             InvariantViolation: blocks of the prompt are missing, or it finished before.
@@ -183,6 +189,7 @@ class LeaseBook:
             raise InvariantViolation(f"lease {key} finished with {len(lease.source)} of {lease.num_blocks} blocks")
         lease.tracker.move(LeaseEvent.FINISH)
         lease.next_token = next_token
+        lease.fork_tokens = fork_tokens
         lease.finished_at = now
         if lease.expires is None:
             lease.expires = now + lease.ttl

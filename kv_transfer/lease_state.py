@@ -106,7 +106,7 @@ class Lease:
         in_flight: blocks that each ship finishes which has not reported, by ship id.
         shipped_blocks, shipped_bytes, ship_seconds: sums over the reports.
         transport: that the ships went by.
-        next_token, finished_at: set when the whole prompt is computed.
+        next_token, fork_tokens, finished_at: set when the whole prompt is computed.
         expires: when the lease ends by itself; None while nothing counts.
     """
 
@@ -130,6 +130,7 @@ class Lease:
     ship_seconds: float = 0.0
     transport: str = ""
     next_token: TokenId | None = None
+    fork_tokens: tuple[TokenId, ...] = ()
     finished_at: float | None = None
     expires: float | None = None
 
@@ -171,6 +172,13 @@ class Lease:
         if len(self.source) == self.num_blocks:
             return self.grant.layout.blocks_for(self.num_tokens)
         return len(self.source) * self.block_size // self.grant.layout.block_size
+
+    @property
+    def end(self) -> tuple[int, int] | None:
+        """The prompt's last block, and the slots in it behind the last token; None until the prompt is computed."""
+        if len(self.source) < self.num_blocks:
+            return None
+        return self.source[-1], self.num_blocks * self.block_size - self.num_tokens
 
     def grant_fault(self, grant: Grant) -> KVFerryError | None:
         """Why this lease cannot take this grant, or None."""
@@ -257,6 +265,7 @@ class Lease:
             key=self.key,
             num_tokens=self.num_tokens,
             next_token=self.next_token,
+            fork_tokens=self.fork_tokens,
             blocks=self.shipped_blocks,
             nbytes=self.shipped_bytes,
             ticket=self.grant.ticket,

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType, ModuleType
+from typing import Literal
 
 from kv_transfer.band import Band
 from kv_transfer.memory import DeviceMemory
@@ -31,6 +32,8 @@ from protocol.errors import ConfigError, TransferError, UnknownTransport
 TICKET_BYTES = 16
 MIN_SECRET = 16
 UCX_TLS = re.compile(r"[a-z0-9_,^\\:]{0,255}")
+GpuDirect = Literal["auto", "on", "off"]
+GPUDIRECT: tuple[GpuDirect, ...] = ("auto", "on", "off")
 MAX_NAME = 160
 NAME = re.compile(rf"[A-Za-z0-9._@-]{{1,{MAX_NAME}}}")
 """What a party of a KV connection is called: a worker's name and incarnation."""
@@ -40,13 +43,13 @@ SCHEMES: Mapping[str, str] = MappingProxyType(
 """Module of each scheme. It is imported when first asked for, and has ``receiver`` and ``sender`` functions.
 
 The module of a scheme in SHARED has ``shared_sender`` instead of ``sender``. One whose addresses may be out of reach
-has ``why_unreachable``, one that needs what may not be installed has ``why_unusable``, and one that can say what it
-finds on this machine has ``describe``.
+has ``why_unreachable``, one that needs what may not be installed has ``why_unusable``, one that can say what it finds
+on this machine has ``describe``, and one that takes memory of some devices beside that of hosts ``why_not_on_device``.
 """
 SHARED = frozenset({"shm"})
 """Schemes whose senders share their memory, and need its descriptor."""
 ON_DEVICES = frozenset({"cuda_ipc"})
-"""Schemes between pools on devices, and no others; the rest is between host memories."""
+"""Schemes between pools on devices, and no others; for the rest either end may be host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +139,7 @@ class TransportConfig:
             nothing without.
         secret: what both ends of a connection must know; empty lets everybody in.
         ucx_tls: what UCX may go by, as its own UCX_TLS says it ("tcp", "shm"); empty leaves that to UCX.
+        gpudirect: whether RDMA reads and writes a GPU's memory itself: where it can, always, or never.
         name: of this end, told to the other and covered by the proof of the secret: a worker's name and incarnation.
 
     Raises:
@@ -150,6 +154,7 @@ class TransportConfig:
     secret: str = field(default="", repr=False)
     ucx_tls: str = ""
     name: str = ""
+    gpudirect: GpuDirect = "auto"
 
     def __post_init__(self) -> None:
         checks = (
@@ -157,6 +162,7 @@ class TransportConfig:
             ("timeout", 0.0 < self.timeout <= 3600.0, "in (0, 3600]"),
             ("max_connections", 1 <= self.max_connections <= 1 << 16, "in [1, 65536]"),
             ("buffer_bytes", 0 <= self.buffer_bytes <= 1 << 30, "in [0, 2**30]"),
+            ("gpudirect", self.gpudirect in GPUDIRECT, f"one of {', '.join(GPUDIRECT)}"),
             ("ucx_tls", UCX_TLS.fullmatch(self.ucx_tls) is not None, "names parted by commas"),
         )
         for name, valid, wanted in checks:
@@ -285,7 +291,7 @@ def _module(scheme: str) -> ModuleType:
 def make_receiver(bind: str, memory: memoryview | DeviceMemory, config: TransportConfig | None = None) -> Receiver:
     """A receiver of the transport that ``bind`` names (``"tcp://127.0.0.1:0"``), writing ``memory``.
 
-    It is memory of a device for a scheme in ON_DEVICES.
+    It is memory of a device for a scheme in ON_DEVICES, and may be for one of which :func:`why_not_on_device` says so.
 
     Raises:
         UnknownTransport: no transport has that scheme; lists the known ones.
@@ -306,7 +312,7 @@ def make_sender(
 
     Args:
         scheme: of the receivers' addresses.
-        memory: what is read; of a device for a scheme in ON_DEVICES.
+        memory: what is read; of which kind, as for :func:`make_receiver`.
         config: settings.
         descriptor: of the sealed memfd that ``memory`` is the whole of, where it is one.
 
@@ -340,6 +346,21 @@ def why_unusable(scheme: str) -> str | None:
     """
     check: Callable[[], str | None] | None = getattr(_module(scheme), "why_unusable", None)
     return None if check is None else check()
+
+
+def why_not_on_device(scheme: str, memory: DeviceMemory, config: TransportConfig) -> str | None:
+    """Why the transport ``scheme`` does not take memory of a device where it is; None where it does.
+
+    It may still refuse it when an end is made of it, as for want of memory.
+
+    Raises:
+        UnknownTransport: no transport has that scheme; lists the known ones.
+    """
+    if scheme in ON_DEVICES:
+        return None
+    check: Callable[[DeviceMemory, TransportConfig], str | None] | None
+    check = getattr(_module(scheme), "why_not_on_device", None)
+    return f"{scheme} goes from and to host memory" if check is None else check(memory, config)
 
 
 def describe(scheme: str) -> str:

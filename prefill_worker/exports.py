@@ -90,7 +90,7 @@ class Exports:
         self.kv_seconds = 0.0
         self._pool = pool
         self._layout = layout
-        self._shipping = Shipping(layout, memory, descriptor, transport, staging_bytes)
+        self._shipping = Shipping(layout, memory, descriptor, transport, staging_bytes, mode)
         self.chooser = Chooser(mode, self._shipping.unusable)
         self._send = send
         self._failed = failed
@@ -129,9 +129,9 @@ class Exports:
         layers = Layers(done, self._layout) if done < self._layout.num_layers else None
         self._carry_out(self.book.computed(key, blocks, time.monotonic(), layers=layers))
 
-    def finished(self, key: RequestKey, next_token: int) -> None:
-        """The whole prompt is computed and its first token drawn."""
-        self._carry_out(self.book.finished(key, next_token, time.monotonic()))
+    def finished(self, key: RequestKey, next_token: int, fork_tokens: tuple[int, ...] = ()) -> None:
+        """The whole prompt is computed and its first token drawn, and that of each fork."""
+        self._carry_out(self.book.finished(key, next_token, time.monotonic(), fork_tokens=fork_tokens))
 
     def cancel(self, key: RequestKey) -> None:
         """The router ended the attempt."""

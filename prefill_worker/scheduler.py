@@ -20,9 +20,12 @@ from enum import Enum, auto
 from engine.batch import Chunk, Draw
 from engine.block_pool import BlockPool, HolderKind, Owner
 from engine.prefix_index import BlockHash, block_hashes
+from engine.prompt_logprobs import PromptSpan
 from protocol.errors import PoolExhausted
 from protocol.ids import Peer, RequestKey
 from protocol.messages import Prefill
+from protocol.prompt_logprobs import LogprobTable
+from protocol.sampling import SamplingParams
 from protocol.transitions import Tracker, TransitionTable
 
 
@@ -73,6 +76,8 @@ class Prompt:
         block_table: physical blocks, empty until admitted.
         cached_tokens: skipped by a prefix hit.
         computed: tokens whose KV is in the pool.
+        tables: of prompt tokens, in order, as a step has told them and nobody has taken yet.
+        told: index of the first prompt token after those that were taken.
     """
 
     request: Prefill
@@ -84,6 +89,8 @@ class Prompt:
     cached_tokens: int = 0
     computed: int = 0
     started: float = 0.0
+    tables: list[LogprobTable] = field(default_factory=list)
+    told: int = 1
 
     @property
     def key(self) -> RequestKey:
@@ -96,9 +103,32 @@ class Prompt:
         return Owner(HolderKind.TABLE, str(self.request.key))
 
     @property
+    def fork_samplings(self) -> tuple[SamplingParams, ...]:
+        """How the prompt's further continuations draw."""
+        return tuple(fork.sampling(self.request.sampling) for fork in self.request.forks)
+
+    @property
     def length(self) -> int:
         """Prompt tokens."""
         return len(self.request.token_ids)
+
+    @property
+    def skippable(self) -> int:
+        """Tokens at its beginning whose logits nobody needs, so that a prefix hit may stand for them.
+
+        The last one's give the first output token, and those before a prompt token give its log-probability.
+        """
+        last = self.length - 1
+        return last if self.request.prompt_logprobs is None else min(last, self.request.prompt_logprobs_from - 1)
+
+    def take_tables(self) -> list[tuple[int, LogprobTable]]:
+        """What was told of prompt tokens since the last call, each with the index of its first."""
+        taken = []
+        for table in self.tables:
+            taken.append((self.told, table))
+            self.told += len(table)
+        self.tables.clear()
+        return taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +143,18 @@ class Work:
     def last(self) -> bool:
         """Whether the first output token is drawn in this step."""
         return self.stop == self.prompt.length
+
+    @property
+    def span(self) -> PromptSpan | None:
+        """The prompt tokens that it shall tell of: those that follow its own, as far as they are not known."""
+        request = self.prompt.request
+        if request.prompt_logprobs is None:
+            return None
+        first = max(self.start + 1, request.prompt_logprobs_from)
+        targets = request.token_ids[first : self.stop + 1]
+        if not targets:
+            return None
+        return PromptSpan(first - 1 - self.start, targets, request.prompt_logprobs, self.prompt.tables.append)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +208,14 @@ class PrefillScheduler:
         return len(self._running)
 
     @property
+    def empty_slots(self) -> dict[int, int]:
+        """Slots behind the last token of each prompt being computed, by the prompt's last block."""
+        prompts = self._running.values()
+        return {
+            prompt.block_table[-1]: len(prompt.block_table) * self._block_size - prompt.length for prompt in prompts
+        }
+
+    @property
     def blocked(self) -> Prompt | None:
         """The prompt that is next, when nothing is computed and it still does not fit: only leases are in its way."""
         return self._waiting[0] if self._waiting and not self._running else None
@@ -179,7 +229,13 @@ class PrefillScheduler:
 
     def add(self, request: Prefill, router: Peer, now: float) -> Prompt:
         """Queue a prompt."""
-        prompt = Prompt(request=request, router=router, arrived=now, tracker=PROMPTS.start(str(request.key)))
+        prompt = Prompt(
+            request=request,
+            router=router,
+            arrived=now,
+            tracker=PROMPTS.start(str(request.key)),
+            told=request.prompt_logprobs_from,
+        )
         self._waiting.append(prompt)
         return prompt
 
@@ -275,9 +331,7 @@ class PrefillScheduler:
     def _place(self, prompt: Prompt) -> bool:
         if not prompt.hashes:
             prompt.hashes = block_hashes(prompt.request.token_ids, self._block_size, prompt.request.cache_salt.encode())
-        # At least one token is computed here, since the first output token needs its logits.
-        reusable = (prompt.length - 1) // self._block_size
-        hit = self._pool.match(prompt.hashes[:reusable])
+        hit = self._pool.match(prompt.hashes[: prompt.skippable // self._block_size])
         blocks = -(-prompt.length // self._block_size)
         self._pool.share(prompt.owner, hit)
         try:
@@ -298,8 +352,10 @@ def chunks_of(step: Sequence[Work]) -> list[Chunk]:
             start=work.start,
             block_table=work.prompt.block_table,
             sampling=work.prompt.request.sampling if work.last else None,
+            forks=work.prompt.fork_samplings if work.last else (),
             position=work.prompt.request.emitted,
             history=work.prompt.request.token_ids if work.prompt.request.sampling.looks_back else (),
+            span=work.span,
         )
         for work in step
     ]

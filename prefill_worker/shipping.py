@@ -1,7 +1,7 @@
 """The way of a ship's bytes out of the pool: straight from it for a reader of the same layout, else by way of staging.
 
-From a pool on a GPU blocks go straight to a pool on a GPU of the same host, by a transport for that. Any others go by
-staging, whose memory is pinned.
+From a pool on a GPU blocks go straight to a pool on a GPU of the same host, by a transport for that, and to other hosts
+by one that reaches the GPU's memory (GPUDirect). Any others go by staging, whose memory is pinned.
 
 Life cycle: made, :meth:`Shipping.ship` and :meth:`Shipping.abort` at will, :meth:`Shipping.close` once; one event loop.
 Staging memory is taken when the first reader needs it.
@@ -19,13 +19,21 @@ from engine.device_pool import DevicePool
 from engine.repack import pack
 from engine.shared_memory import allocate
 from kv_transfer.band import Band
+from kv_transfer.choice import AUTO, GPUDIRECT_BY, check_gpudirect, do_without_gpudirect, schemes_of
 from kv_transfer.conversion import Conversion
 from kv_transfer.instructions import Ship
 from kv_transfer.memory import DeviceMemory
 from kv_transfer.plan import plan
 from kv_transfer.senders import Senders
 from kv_transfer.staging import Staging
-from kv_transfer.transport import ON_DEVICES, SHARED, ShipReport, TransportConfig
+from kv_transfer.transport import (
+    ON_DEVICES,
+    SHARED,
+    ShipReport,
+    TransportConfig,
+    scheme_of,
+    why_not_on_device,
+)
 from protocol.errors import ConfigError, EngineFailure, LayoutMismatch
 from protocol.layout import KVLayout
 from protocol.wire_layout import WireLayout
@@ -45,9 +53,13 @@ class Shipping:
         descriptor: of the pool's memory where that can be shared.
         config: of the transports.
         staging_bytes: memory in which blocks are made that cannot go straight from the pool.
+        mode: which transport is used, as :mod:`kv_transfer.choice` names it.
 
     Attributes:
         unusable: schemes that cannot be used with this pool, and why.
+
+    Raises:
+        ConfigError: GPUDirect is to be used in any case, and cannot be.
     """
 
     def __init__(
@@ -57,14 +69,21 @@ class Shipping:
         descriptor: int | None,
         config: TransportConfig,
         staging_bytes: int,
+        mode: str = AUTO,
     ) -> None:
         self._layout = layout
         self._config = config
         self._staging_bytes = staging_bytes
         self._device = memory if isinstance(memory, DevicePool) else None
         self._memory = memoryview(b"") if isinstance(memory, DevicePool) else memory
-        self._senders = Senders(_direct(memory), config, descriptor)
+        direct = _direct(memory)
+        check_gpudirect(mode, direct, config)
+        self._senders = Senders(direct, config, descriptor)
+        self._straight: set[str] = set()
+        """Schemes by which blocks go from a pool on a device without staging."""
         self.unusable = self._find_unusable(descriptor)
+        if isinstance(direct, DeviceMemory) and GPUDIRECT_BY in schemes_of(mode):
+            self._reach_by_rdma(direct)
         self._steps = ThreadPoolExecutor(max_workers=1, thread_name_prefix="steps")
         self._staging: Staging | None = None
         self._pinned: memoryview | None = None
@@ -78,6 +97,9 @@ class Shipping:
         """
         if self._as_they_are(order):
             return order.addresses
+        if self._config.gpudirect == "on":
+            differing = "; ".join(self._layout.differences(order.layout)) or f"sent as {order.wire.element}"
+            raise LayoutMismatch(f"gpudirect is 'on', and by it nothing is converted: {differing}")
         found = tuple(address for address in order.addresses if not _on_device(address))
         if not found:
             differing = "; ".join(self._layout.differences(order.layout)) or f"sent as {order.wire.element}"
@@ -93,7 +115,8 @@ class Shipping:
             TransferError: as :meth:`kv_transfer.transport.Sender.ship`.
         """
         assert order.layers is None or self._device is None, "blocks on a device are shipped whole"
-        if not self._as_they_are(order) or (self._device is not None and not _on_device(address)):
+        straight = self._device is None or scheme_of(address) in self._straight
+        if not straight or not self._as_they_are(order):
             return await self._staged(order.wire).ship(address, order)
         if self._device is not None:
             # Another process's copies are in no order with our steps.
@@ -118,9 +141,21 @@ class Shipping:
                 try:
                     self._senders.find(f"{scheme}://")
                     del reasons[scheme]
+                    self._straight.add(scheme)
                 except ConfigError as error:
                     reasons[scheme] = error.message
         return reasons
+
+    def _reach_by_rdma(self, memory: DeviceMemory) -> None:
+        reason = why_not_on_device(GPUDIRECT_BY, memory, self._config)
+        if reason is None:
+            try:
+                self._senders.find(f"{GPUDIRECT_BY}://")
+                self._straight.add(GPUDIRECT_BY)
+                return
+            except ConfigError as error:
+                reason = error.message
+        do_without_gpudirect(reason, self._config)
 
     def _as_they_are(self, order: Ship) -> bool:
         return order.layout == self._layout and order.wire.as_in_pool

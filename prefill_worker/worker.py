@@ -24,9 +24,11 @@ from engine.pool_watch import PoolWatch
 from kv_transfer.transport import TransportConfig
 from prefill_worker.config import PrefillConfig
 from prefill_worker.exports import Exports
-from prefill_worker.scheduler import PrefillScheduler, Progress, Prompt, Work, chunks_of
+from prefill_worker.first_tokens import FirstTokens
+from prefill_worker.scheduler import PrefillScheduler, Progress, Work, chunks_of
 from protocol.curve import CurveKeys
-from protocol.errors import ContextLengthExceeded, InvalidRequest, KVFerryError, Overloaded, ProtocolError
+from protocol.errors import ContextLengthExceeded, InvalidRequest, KVFerryError, Overloaded, Preempted, ProtocolError
+from protocol.forks import ForkBook
 from protocol.ids import Peer, RequestKey
 from protocol.loops import Loops
 from protocol.messages import (
@@ -36,12 +38,10 @@ from protocol.messages import (
     Heartbeat,
     Message,
     Prefill,
-    StageTimes,
-    Tokens,
     WorkerLoad,
     WorkerProfile,
 )
-from protocol.sampling import FinishReason
+from protocol.prompt_logprobs import PromptLogprobs
 from protocol.sockets import Hub
 from protocol.transfer_counts import TransferCounts
 from protocol.worker_link import WorkerLink
@@ -72,6 +72,7 @@ class PrefillWorker:
         self._loops = Loops()
         self._wake = asyncio.Event()
         self._routers: dict[RequestKey, Peer] = {}
+        self._forks = ForkBook()
         self._prefill_tokens = self._cached_tokens = self._failures = self._preemptions = 0
         self._blocked_since = math.inf
 
@@ -92,7 +93,7 @@ class PrefillWorker:
     async def _acquire(self, resources: AsyncExitStack, progress: Callable[[str, float], None] | None) -> None:
         from engine.stepper import Stepper
 
-        self._stepper = await Stepper.load(self.config.engine, progress)
+        self._stepper = await Stepper.load(self.config.engine, progress, decodes=False)
         resources.callback(self._stepper.close)
         runner = self._stepper.runner
         settings = runner.config
@@ -125,6 +126,7 @@ class PrefillWorker:
                 timeout=self.config.transfer_timeout,
                 checksum=self.config.transfer_checksum,
                 secret=self.config.secret,
+                gpudirect=self.config.gpudirect,
                 name=str(self.me),
             ),
             staging_bytes=self.config.staging_bytes,
@@ -151,6 +153,7 @@ class PrefillWorker:
             keys=keys,
         )
         resources.push_async_callback(self._link.close)
+        self._first_tokens = FirstTokens(self._forks, self._link.send)
         self._link.start()
         self._loops.watch(*self._link.tasks)
         resources.push_async_callback(self._loops.stop)
@@ -171,9 +174,9 @@ class PrefillWorker:
 
     def load(self) -> WorkerLoad:
         """What it is doing now."""
-        exports = self._exports
+        exports, pool = self._exports, self.pool.counts()
         return WorkerLoad(
-            pool=self.pool.counts(),
+            pool=pool,
             waiting=self._scheduler.waiting,
             waiting_tokens=self._scheduler.waiting_tokens,
             running=self._scheduler.running,
@@ -189,6 +192,8 @@ class PrefillWorker:
             preemptions=self._preemptions,
             failures=self._failures,
             transport_fallbacks=exports.chooser.fallbacks,
+            used_slots=pool.used * self.pool.block_size,
+            empty_slots=sum((self._scheduler.empty_slots | exports.book.ends()).values()),
         )
 
     def transfer(self) -> TransferCounts:
@@ -212,8 +217,14 @@ class PrefillWorker:
 
     def _accept(self, router: Peer, request: Prefill) -> None:
         key = request.key
-        if key in self._routers or self._scheduler.find(key) or self._exports.book.has_ended(key, time.monotonic()):
-            return  # it came twice, or its cancel was faster
+        now = time.monotonic()
+        if key in self._routers or self._scheduler.find(key):
+            return  # it came twice
+        if self._exports.book.has_ended(key, now):
+            # Its cancel was faster; whom it was to carry comes again.
+            for fork in request.forks:
+                self._fail(router, fork.key, ErrorInfo.of(Preempted("the request that carried it was cancelled")))
+            return
         length = len(request.token_ids)
         error = self._stepper.runner.grammars.refusal(request.sampling)
         if not 0 < length < self._max_model_len:
@@ -226,24 +237,30 @@ class PrefillWorker:
             )
         elif self._scheduler.waiting >= self.config.max_waiting:
             error = Overloaded(f"{self._scheduler.waiting} prompts are waiting, {self.config.max_waiting} are allowed")
+        self._forks.open(key, request.forks)
         if error is not None:
-            self._fail(router, request.key, ErrorInfo.of(error))
+            self._fail(router, key, ErrorInfo.of(error))
             return
-        self._routers[request.key] = router
-        self._scheduler.add(request, router, time.monotonic())
+        self._routers[key] = router
+        self._scheduler.add(request, router, now)
         if request.handoff is not None:
             self._exports.open(request, request.handoff)
         self._wake.set()
 
-    def _cancel(self, key: RequestKey) -> None:
+    def _cancel(self, wanted: RequestKey) -> None:
+        key = self._forks.first_of(wanted)
+        if not self._forks.drop(wanted):
+            return  # others go on from the same prompt
+        self._forks.close(key)
         self._scheduler.cancel(key)
         self._exports.cancel(key)
         self._routers.pop(key, None)
         self._wake.set()
 
     def _router_lost(self, router: Peer) -> None:
-        for key in [key for key, asked in self._routers.items() if asked == router]:
-            self._cancel(key)
+        for first in [key for key, asked in self._routers.items() if asked == router]:
+            for key in self._forks.wanted(first):
+                self._cancel(key)
 
     def _send_to_reader(self, peer: Peer, message: Message) -> bool:
         return self._hub.send(str(peer).encode(), message)
@@ -256,11 +273,13 @@ class PrefillWorker:
 
     def _lease_closed(self, key: RequestKey) -> None:
         self._routers.pop(key, None)
+        self._forks.close(key)
         self._wake.set()
 
-    def _fail(self, router: Peer, key: RequestKey, error: ErrorInfo) -> None:
-        self._failures += 1
-        self._link.send(router, Failed(key=key, error=error))
+    def _fail(self, router: Peer, first: RequestKey, error: ErrorInfo) -> None:
+        for key in self._forks.close(first):
+            self._failures += 1
+            self._link.send(router, Failed(key=key, error=error))
 
     async def _readers(self) -> None:
         while True:
@@ -345,34 +364,17 @@ class PrefillWorker:
         leased = prompt.request.handoff is not None
         if leased and progress.blocks and not told:
             self._exports.computed(prompt.key, progress.blocks)
+        for start, table in prompt.take_tables():
+            self._link.send(prompt.router, PromptLogprobs(key=prompt.key, start=start, table=table))
         if progress.draw is None:
             return
-        finish_reason = self._emit(prompt, progress.draw)
-        if leased and finish_reason is None:
-            self._exports.finished(prompt.key, progress.draw.token_id)
+        key, draw = prompt.key, progress.draw
+        goes_on = self._first_tokens.tell(prompt, draw, time.monotonic())
+        if not goes_on:
+            self._routers.pop(key, None)
+            self._forks.close(key)
+        if leased and goes_on:
+            self._exports.finished(key, draw.token_id, tuple(fork.token_id for fork in draw.forks))
         elif leased:
-            self._exports.cancel(prompt.key)
+            self._exports.cancel(key)
         self._scheduler.release(prompt)
-
-    def _emit(self, prompt: Prompt, draw: Draw) -> FinishReason | None:
-        request = prompt.request
-        now = time.monotonic()
-        finish_reason = request.sampling.finish_reason(draw.token_id, request.emitted + 1)
-        self._link.send(
-            prompt.router,
-            Tokens(
-                key=request.key,
-                start=request.emitted,
-                token_ids=(draw.token_id,),
-                finish_reason=finish_reason,
-                logprobs=() if draw.logprobs is None else (draw.logprobs,),
-                times=StageTimes(
-                    prefill_queue=prompt.started - prompt.arrived,
-                    prefill=now - prompt.started,
-                    cached_tokens=prompt.cached_tokens,
-                ),
-            ),
-        )
-        if finish_reason is not None or request.handoff is None:
-            self._routers.pop(request.key, None)
-        return finish_reason

@@ -4,9 +4,12 @@ History of the wire:
 
 * 1 -- first version, not released yet. Since its first draft: ``Grant.addresses`` (several) in place of
   ``Grant.address``, ``Handover.transport``, ``WorkerLoad.transport_fallbacks``, ``Tokens.logprobs``,
-  ``Heartbeat.transfer``, and in ``SamplingParams`` penalties, ``min_p``, ``logit_bias``,
-  ``logprobs`` and ``grammar``.
-* 2 -- ``KVLayout.dtype`` may be an eight-bit one, and ``KVLayout.scales`` says what its elements are multiplied by.
+  ``Heartbeat.transfer``, and in ``SamplingParams`` penalties, ``min_p``, ``logit_bias`` and ``logprobs``.
+* 2 -- ``SamplingParams.grammar``; ``PromptLogprobs``, and ``Prefill.prompt_logprobs`` and ``prompt_logprobs_from`` that
+  ask for them.
+  ``Prefill.forks``, ``Reserve.forks`` and ``Handover.fork_tokens``: several continuations of one prompt cross as one;
+  ``WorkerLoad.used_slots`` and ``empty_slots``.
+  ``KVLayout.scales``, and eight-bit types of ``KVLayout.dtype``: KV caches in eight bits.
 """
 
 from __future__ import annotations

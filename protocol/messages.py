@@ -2,7 +2,7 @@
 
 Who sends what::
 
-    router -> prefill   Prefill, Cancel            prefill -> router   Tokens, Failed, Heartbeat
+    router -> prefill   Prefill, Cancel            prefill -> router   PromptLogprobs, Tokens, Failed, Heartbeat
     router -> decode    Reserve, Cancel            decode  -> router   Tokens, Failed, Heartbeat
     decode -> prefill   Grant, Renew, Settle, Abort
     prefill -> decode   Handover, Refuse, Renew
@@ -17,17 +17,18 @@ from typing import Annotated
 
 import msgspec
 
-from protocol.errors import KVFerryError, error_from_code
+from protocol.error_info import MAX_TEXT, ErrorInfo, Text
+from protocol.forks import MAX_FORKS, Forks
 from protocol.ids import Address, BlockId, Peer, RequestKey, Role, Ticket, WorkerId
 from protocol.layout import KVLayout
-from protocol.sampling import FinishReason, SamplingParams, TokenId, TokenLogprobs
+from protocol.prompt_logprobs import PromptLogprobs
+from protocol.sampling import MAX_LOGPROBS, FinishReason, SamplingParams, TokenId, TokenLogprobs
 from protocol.transfer_counts import TransferCounts
 from protocol.wire_layout import WireDtype, WireLayout
 
 MAX_TOKENS = 1 << 20
 """Longest token list in one message: a million tokens of context."""
 MAX_BLOCKS = 1 << 20
-MAX_TEXT = 2000
 MAX_ADDRESSES = 8
 MAX_SALT = 128
 
@@ -38,25 +39,7 @@ Generations = Annotated[
 ]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
-Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 Salt = Annotated[str, msgspec.Meta(max_length=MAX_SALT)]
-
-
-class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An error of the tree, on the wire."""
-
-    code: Annotated[str, msgspec.Meta(max_length=64)]
-    message: Text
-    field: Annotated[str, msgspec.Meta(max_length=256)] | None = None
-
-    @classmethod
-    def of(cls, error: KVFerryError) -> ErrorInfo:
-        """The wire form of ``error``; a long message is cut to its bound."""
-        return cls(code=error.code, message=error.message[:MAX_TEXT], field=error.field)
-
-    def to_error(self) -> KVFerryError:
-        """The error this stands for."""
-        return error_from_code(self.code, self.message, field=self.field)
 
 
 class PoolCounts(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,10 +55,14 @@ class PoolCounts(msgspec.Struct, frozen=True, kw_only=True):
     total: Count
 
     @property
+    def used(self) -> int:
+        """Blocks that somebody holds."""
+        return self.active + self.exported + self.importing + self.draining
+
+    @property
     def leaked(self) -> int:
         """Blocks that no state accounts for (negative: counted twice)."""
-        held = self.active + self.cached + self.exported + self.importing + self.draining
-        return self.total - self.reserved - self.free - held
+        return self.total - self.reserved - self.free - self.cached - self.used
 
 
 class WorkerProfile(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,6 +109,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
         preemptions, failures: requests given back or failed.
         transport_fallbacks: decode workers that a better transport was offered by than could be used (prefill).
         draining: takes no new work.
+        used_slots: of the blocks in use: each holds one token's KV, or will.
+        empty_slots: those of them for which there is no token, behind the last one of a sequence.
     """
 
     pool: PoolCounts
@@ -143,6 +132,13 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     failures: Count = 0
     transport_fallbacks: Count = 0
     draining: bool = False
+    used_slots: Count = 0
+    empty_slots: Count = 0
+
+    @property
+    def empty_share(self) -> float:
+        """Share of the pool's memory in use that is wasted on slots without a token."""
+        return self.empty_slots / self.used_slots if self.used_slots else 0.0
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
@@ -171,6 +167,9 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
         handoff: the decode worker that will take over, or None when the request ends with the first token.
         lease_ttl: seconds the lease lives without a sign of its reader.
         cache_salt: prefix-cache namespace.
+        prompt_logprobs: how many alternatives are wanted beside each prompt token's log-probability; None wants none.
+        prompt_logprobs_from: index of the first prompt token of which none is known yet; token 0 has none.
+        forks: further continuations of the prompt, drawn and handed over with this one.
     """
 
     key: RequestKey
@@ -180,6 +179,9 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
     handoff: Peer | None
     lease_ttl: Seconds = 30.0
     cache_salt: Salt = ""
+    prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt_logprobs_from: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)] = 1
+    forks: Forks = ()
 
 
 class Reserve(msgspec.Struct, frozen=True, kw_only=True, tag="reserve"):
@@ -192,6 +194,7 @@ class Reserve(msgspec.Struct, frozen=True, kw_only=True, tag="reserve"):
     prefill: PrefillAddress
     lease_ttl: Seconds = 30.0
     cache_salt: Salt = ""
+    forks: Forks = ()
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
@@ -320,6 +323,7 @@ class Handover(msgspec.Struct, frozen=True, kw_only=True, tag="handover"):
         ticket: of the grant that was answered.
         ship, tail: seconds in the transport, and from the last chunk's end to this message.
         transport: URI scheme that the blocks went by; "" when there were none to write.
+        fork_tokens: the first token of each fork, in the order that they were asked for.
     """
 
     key: RequestKey
@@ -331,6 +335,7 @@ class Handover(msgspec.Struct, frozen=True, kw_only=True, tag="handover"):
     ship: Seconds = 0.0
     tail: Seconds = 0.0
     transport: Annotated[str, msgspec.Meta(max_length=32)] = ""
+    fork_tokens: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_FORKS)] = ()
 
 
 class Refuse(msgspec.Struct, frozen=True, kw_only=True, tag="refuse"):
@@ -340,7 +345,8 @@ class Refuse(msgspec.Struct, frozen=True, kw_only=True, tag="refuse"):
     error: ErrorInfo
 
 
-Message = Heartbeat | Prefill | Reserve | Cancel | Tokens | Failed | Grant | Renew | Settle | Abort | Handover | Refuse
+_Routed = Heartbeat | Prefill | Reserve | Cancel | PromptLogprobs | Tokens | Failed
+Message = _Routed | Grant | Renew | Settle | Abort | Handover | Refuse
 """Anything that may travel on the request plane."""
 
 
@@ -352,6 +358,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 
 
 __all__ = [
+    "MAX_TEXT",
     "Abort",
     "Cancel",
     "Envelope",
@@ -364,6 +371,7 @@ __all__ = [
     "PoolCounts",
     "Prefill",
     "PrefillAddress",
+    "PromptLogprobs",
     "Refuse",
     "Renew",
     "Reserve",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from protocol.errors import ContextLengthExceeded, InvalidRequest
 from protocol.messages import MAX_SALT, MAX_TOKENS
+from protocol.sampling import MAX_LOGPROBS
 from router.front.generation import Generation
 
 _MAX_TOKEN_ID = (1 << 31) - 1
@@ -30,5 +31,8 @@ def check_generation(generation: Generation) -> None:
     if len(generation.cache_salt) > MAX_SALT:
         got = len(generation.cache_salt)
         raise InvalidRequest(f"cache_salt must have at most {MAX_SALT} characters, got {got}", field="cache_salt")
+    wanted = generation.prompt_logprobs
+    if wanted is not None and not 0 <= wanted <= MAX_LOGPROBS:
+        raise InvalidRequest(f"prompt_logprobs must be in [0, {MAX_LOGPROBS}], got {wanted}", field="prompt_logprobs")
     if generation.timeout is not None and not generation.timeout > 0:
         raise InvalidRequest(f"timeout must be over 0, got {generation.timeout!r}", field="timeout")

@@ -8,13 +8,24 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ParamSpec
 
 from protocol.errors import InvariantViolation, KVFerryError, NoWorkerAvailable, Overloaded
 from protocol.ids import Peer, RequestKey, new_request_id
-from protocol.messages import Cancel, Envelope, Failed, Heartbeat, Message, Tokens
+from protocol.messages import (
+    Cancel,
+    Envelope,
+    Failed,
+    Heartbeat,
+    Message,
+    Prefill,
+    PromptLogprobs,
+    Reserve,
+    Tokens,
+)
+from router.forks import check_alike, fold
 from router.front.generation import Generation, GenerationReport
 from router.instructions import (
     Emit,
@@ -110,13 +121,49 @@ class Dispatcher:
             InvalidRequest: it can never be served; names the field.
             Overloaded: too many requests are live.
         """
-        if len(self._live) >= self._max_requests:
-            raise Overloaded(f"{len(self._live)} requests are under way, the bound is {self._max_requests}")
-        live = LiveRequest(RequestMachine(new_request_id(), generation, self._limits))
-        self._live[live.machine.request_id] = live
-        self._metrics.prompt_tokens.inc(len(generation.token_ids))
+        (live,) = self._let_in((generation,))
         self._advance(live, live.machine.submit(now), now)
         return live
+
+    def admit_together(self, generations: Sequence[Generation], now: float) -> list[LiveRequest]:
+        """Let in requests that continue one prompt, and start their first attempts as one: one prefill, one handoff.
+
+        From then on each goes its own way. Where there are no workers to start on, each waits, and starts, by itself.
+
+        Raises:
+            InvalidRequest: they can never be served; names the field.
+            Overloaded: too many requests are live; none was let in.
+            InvariantViolation: they differ in more than the seed.
+        """
+        check_alike(generations)
+        together = self._let_in(generations)
+        wishes = [wish for live in together for wish in live.machine.submit(now) if isinstance(wish, NeedPlacement)]
+        try:
+            placement = place(self._policy, self._snapshot(), Demand(wishes[0].needs_decode, turn=self._turn))
+        except NoWorkerAvailable as error:
+            for live in together:
+                self._advance(live, live.machine.unplaced(error, now), now)
+            return together
+        self._turn += 1
+        first, *others = together
+        opened = [live.machine.placed(placement, now, carried=live is not first) for live in together]
+        for live in others:
+            self._settle_accounts(live)
+        self._advance(first, fold(opened), now)
+        return together
+
+    def _let_in(self, generations: Sequence[Generation]) -> list[LiveRequest]:
+        live = len(self._live)
+        if live + len(generations) > self._max_requests:
+            raise Overloaded(
+                f"{live} requests are under way and {len(generations)} more asked for, "
+                f"the bound is {self._max_requests}"
+            )
+        fresh = [LiveRequest(RequestMachine(new_request_id(), each, self._limits)) for each in generations]
+        for each, generation in zip(fresh, generations, strict=True):
+            self._live[each.machine.request_id] = each
+            self._metrics.prompt_tokens.inc(len(generation.token_ids))
+        return fresh
 
     def cancel(self, live: LiveRequest, now: float) -> None:
         """The reader left; nothing happens when the request has ended."""
@@ -138,6 +185,10 @@ class Dispatcher:
         match envelope.body:
             case Heartbeat() as beat:
                 self._workers_changed(self._registry.heartbeat(envelope.sender, identity, beat, now), now)
+            case PromptLogprobs() as told:
+                live = self._current(identity, told.key, leg_goes_on=True)
+                if live is not None:
+                    self._guarded(live, now, live.machine.prompt_told, envelope.sender, told, now)
             case Tokens() as tokens:
                 live = self._current(identity, tokens.key, leg_goes_on=tokens.finish_reason is None)
                 if live is not None:
@@ -243,7 +294,8 @@ class Dispatcher:
                 # An attempt that ended while its messages waited here is not opened any more.
                 if machine.key == message.key and not machine.ended and not self._send_to(peer, message):
                     self._workers_changed(self._registry.unreachable(peer), now)
-                    self._advance(live, machine.worker_lost(peer, "it cannot be reached", now), now)
+                    for each in (live, *self._carried_by(message)):
+                        self._advance(each, each.machine.worker_lost(peer, "it cannot be reached", now), now)
             case SendCancel(peer, key, reason):
                 self._send_to(peer, Cancel(key=key, reason=reason))
             case Retry(cause, attempt):
@@ -253,6 +305,10 @@ class Dispatcher:
                 live.mailbox.fail(error)
                 self._metrics.ended("failed", error.code)
                 _log.warning("request %s failed: %s: %s", machine.request_id, error.code, error.message)
+
+    def _carried_by(self, message: Reserve | Prefill) -> list[LiveRequest]:
+        found = [(self._live.get(fork.key.request_id), fork.key) for fork in message.forks]
+        return [live for live, key in found if live is not None and live.machine.key == key]
 
     def _send_to(self, peer: Peer, message: Message) -> bool:
         worker = self._registry.find(peer)
@@ -274,7 +330,7 @@ class Dispatcher:
             report = machine.timeline.report(machine.request_id, machine.attempt + 1, now)
             metrics.reached(emit.stage, report, first=not live.answered)
             live.answered = True
-        live.mailbox.put(emit.token_ids, emit.finish_reason, report, emit.logprobs)
+        live.mailbox.put(emit.token_ids, emit.finish_reason, report, emit.logprobs, emit.prompt_logprobs)
         metrics.output_tokens.inc(len(emit.token_ids))
         if emit.finish_reason is not None:
             metrics.ended("finished", emit.finish_reason)

@@ -8,6 +8,7 @@ from enum import Enum
 from protocol.errors import KVFerryError
 from protocol.ids import Peer, RequestKey
 from protocol.messages import Prefill, Reserve
+from protocol.prompt_logprobs import LogprobTable
 from protocol.sampling import FinishReason, TokenLogprobs
 
 
@@ -60,12 +61,14 @@ class Emit:
         finish_reason: set on the last one.
         stage: where they came from.
         logprobs: one per token, or none.
+        prompt_logprobs: with the first token, of the prompt's tokens but the first; where they were asked for.
     """
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
     stage: Stage
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[LogprobTable, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

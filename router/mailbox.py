@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 
 from protocol.errors import KVFerryError
+from protocol.prompt_logprobs import LogprobTable
 from protocol.sampling import FinishReason, TokenLogprobs
 from router.front.generation import GenerationReport, Output
 
@@ -20,6 +21,7 @@ class Mailbox:
     def __init__(self) -> None:
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: tuple[LogprobTable, ...] = ()
         self._finish_reason: FinishReason | None = None
         self._report: GenerationReport | None = None
         self._error: KVFerryError | None = None
@@ -31,10 +33,12 @@ class Mailbox:
         finish_reason: FinishReason | None,
         report: GenerationReport | None,
         logprobs: tuple[TokenLogprobs, ...] = (),
+        prompt_logprobs: tuple[LogprobTable, ...] = (),
     ) -> None:
         """Add tokens; the newest report stands for all."""
         self._token_ids.extend(token_ids)
         self._logprobs.extend(logprobs)
+        self._prompt_logprobs += prompt_logprobs
         self._finish_reason = finish_reason
         self._report = report or self._report
         self._ready.set()
@@ -53,8 +57,10 @@ class Mailbox:
         await self._ready.wait()
         if self._error is not None and not self._token_ids:
             raise self._error
-        output = Output(tuple(self._token_ids), self._finish_reason, self._report, tuple(self._logprobs))
-        self._token_ids, self._logprobs, self._report = [], [], None
+        output = Output(
+            tuple(self._token_ids), self._finish_reason, self._report, tuple(self._logprobs), self._prompt_logprobs
+        )
+        self._token_ids, self._logprobs, self._prompt_logprobs, self._report = [], [], (), None
         if self._error is None:
             self._ready.clear()
         return output

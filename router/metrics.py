@@ -17,10 +17,22 @@ from router.transfer_metrics import transfer_metrics
 POOL_STATES = ("free", "active", "cached", "exported", "importing", "draining", "reserved", "total")
 """Labels of ``kvferry_pool_blocks``, each a field of ``PoolCounts``."""
 
+
+def _slot_bytes(worker: Worker, field: str) -> float:
+    layout = worker.profile.layout
+    return float(getattr(worker.load, field)) * layout.block_bytes / layout.block_size
+
+
 _Table = dict[str, tuple[str, Callable[[Worker], float]]]
 
 _WORKER_GAUGES: _Table = {
     "kvferry_pool_leaked_blocks": ("Blocks that no state accounts for; must read 0.", lambda w: w.load.pool.leaked),
+    "kvferry_pool_used_bytes": ("KV memory of the blocks that somebody holds.", lambda w: _slot_bytes(w, "used_slots")),
+    "kvferry_pool_empty_bytes": (
+        "What of it is behind the last token of a sequence, and holds none.",
+        lambda w: _slot_bytes(w, "empty_slots"),
+    ),
+    "kvferry_pool_empty_share": ("The share of it that holds no token.", lambda w: w.load.empty_share),
     "kvferry_open_leases": ("Handoffs under way on the prefill side.", lambda w: w.load.open_leases),
     "kvferry_open_imports": ("Handoffs under way on the decode side.", lambda w: w.load.open_imports),
     "kvferry_running_sequences": ("Sequences in the step batch.", lambda w: w.load.running),

@@ -29,7 +29,7 @@ from protocol.errors import (
     WorkerLost,
 )
 from protocol.ids import Peer, RequestKey
-from protocol.messages import MAX_TEXT, MAX_TOKENS, Failed, Prefill, PrefillAddress, Reserve, Tokens
+from protocol.messages import MAX_TEXT, MAX_TOKENS, Failed, Prefill, PrefillAddress, PromptLogprobs, Reserve, Tokens
 from router.admission import check_generation
 from router.front.generation import Generation
 from router.instructions import (
@@ -44,6 +44,7 @@ from router.instructions import (
     Stage,
 )
 from router.policy import Placement
+from router.prompt_record import PromptRecord
 from router.request_table import REQUEST_TABLE, RequestEvent, RequestState
 from router.timeline import Timeline
 
@@ -93,10 +94,12 @@ class RequestMachine:
         self._timeout = timeout
         self._tracker = REQUEST_TABLE.start(request_id)
         self._emitted: list[int] = []
+        self._record = PromptRecord(generation.prompt_logprobs, len(generation.token_ids))
         self._failures = 0
         self._setbacks = 0
         self._last_cause: KVFerryError | None = None
         self._excluded: frozenset[Peer] = frozenset()
+        self._carried = False
         # Decode's tokens that overtook prefill's first one: they come over another connection.
         self._early: list[Tokens] = []
         self._expires_at = math.inf
@@ -134,7 +137,7 @@ class RequestMachine:
         """What the current attempt costs its workers: prompt tokens not yet prefilled, one sequence to decode."""
         prefill, decode = self._legs()
         charges: dict[Peer, int] = {} if decode is None else {decode: 1}
-        if prefill is not None and self.state is RequestState.PREFILLING:
+        if prefill is not None and self.state is RequestState.PREFILLING and not self._carried:
             charges[prefill] = self.prompt_tokens
         return charges
 
@@ -149,9 +152,16 @@ class RequestMachine:
         self._expires_at = now + self._timeout
         return [self._need_placement()]
 
-    def placed(self, placement: Placement, now: float) -> list[Instruction]:
-        """Workers were chosen: open both legs, decode's first, for its grant is what prefill waits for."""
+    def placed(self, placement: Placement, now: float, *, carried: bool = False) -> list[Instruction]:
+        """Workers were chosen: open both legs, decode's first, for its grant is what prefill waits for.
+
+        Args:
+            placement: the workers.
+            now: monotonic seconds.
+            carried: whether another request's messages open this attempt, which then costs no prefill of its own.
+        """
         self._tracker.move(RequestEvent.PLACED)
+        self._carried = carried
         self._wait_until = math.inf
         self.placement = placement
         generation, prefill, decode = self._generation, placement.prefill, placement.decode
@@ -180,6 +190,8 @@ class RequestMachine:
             handoff=None if decode is None else decode.peer,
             lease_ttl=self._limits.lease_ttl,
             cache_salt=generation.cache_salt,
+            prompt_logprobs=self._record.wanted,
+            prompt_logprobs_from=self._record.next,
         )
         return [*opened, SendPrefill(prefill.peer, message)]
 
@@ -197,6 +209,14 @@ class RequestMachine:
         """A worker joined."""
         return [self._need_placement()] if self._wait_until < math.inf and not self.ended else []
 
+    def prompt_told(self, sender: Peer, message: PromptLogprobs, now: float) -> list[Instruction]:
+        """Log-probabilities of prompt tokens came; they go out with the first token."""
+        if message.key != self.key or sender != self._legs()[0] or self.state is not RequestState.PREFILLING:
+            return []
+        if self._record.add(message.start, message.table):
+            return []
+        return self._gap(f"prompt tokens are told of from {message.start} on, not from {self._record.next}", now)
+
     def tokens(self, sender: Peer, message: Tokens, now: float) -> list[Instruction]:
         """Output tokens came."""
         prefill, decode = self._legs()
@@ -209,6 +229,8 @@ class RequestMachine:
             return []
         if sender == prefill and not prefilling:
             return []
+        if prefilling and self._record.wanted is not None:
+            return self._gap(f"the first token came, and prompt tokens were told of up to {self._record.next}", now)
         out = self._take(message, RequestEvent.PREFILLED if prefilling else RequestEvent.DECODED, now)
         if self.state is RequestState.PREFILLING:
             return out
@@ -296,10 +318,10 @@ class RequestMachine:
             self._tracker.move(event)
             if event is RequestEvent.DECODED:
                 self._stalls_at = now + self._limits.stall_timeout
-            return [Emit(fresh, None, stage, logprobs)]
+            return [Emit(fresh, None, stage, logprobs, self._record.take())]
         self._tracker.move(RequestEvent.COMPLETED)
         self.timeline.ended = now
-        out: list[Instruction] = [Emit(fresh, finish, stage, logprobs)]
+        out: list[Instruction] = [Emit(fresh, finish, stage, logprobs, self._record.take())]
         _, decode = self._legs()
         # Prefill ends with its one token, but only a decode leg that said itself that this is the end has ended.
         if decode is not None and (stage is Stage.PREFILLED or message.finish_reason is None):

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 import msgspec
@@ -23,7 +24,7 @@ from protocol.loops import Loops
 from protocol.messages import Message
 from protocol.sockets import Hub
 from router.config import RouterConfig
-from router.dispatcher import Dispatcher
+from router.dispatcher import Dispatcher, LiveRequest
 from router.front.generation import Generation, Output, ServiceHealth
 from router.metrics import RouterMetrics
 from router.registry import Worker, WorkerRegistry
@@ -147,9 +148,24 @@ class Service:
             AttemptsExhausted: every allowed attempt failed.
             KVFerryError: what a worker says no fresh attempt could mend.
         """
-        if not self._serving:
-            raise NoWorkerAvailable("the router is not running")
-        live = self._dispatcher.admit(generation, time.monotonic())
+        self._check_serving()
+        async with aclosing(self._outputs(self._dispatcher.admit(generation, time.monotonic()))) as outputs:
+            async for output in outputs:
+                yield output
+
+    @contextmanager
+    def together(self, generations: Sequence[Generation]) -> Iterator[tuple[AsyncGenerator[Output, None], ...]]:
+        """Continue one prompt several times; see :meth:`GenerationService.together`."""
+        self._check_serving()
+        admitted = self._dispatcher.admit_together(generations, time.monotonic())
+        try:
+            yield tuple(self._outputs(live) for live in admitted)
+        finally:
+            # One whose outputs nobody began to read has nothing else that ends it.
+            for live in admitted:
+                self._dispatcher.cancel(live, time.monotonic())
+
+    async def _outputs(self, live: LiveRequest) -> AsyncGenerator[Output, None]:
         try:
             while True:
                 output = await live.mailbox.take()
@@ -158,6 +174,10 @@ class Service:
                     return
         finally:
             self._dispatcher.cancel(live, time.monotonic())
+
+    def _check_serving(self) -> None:
+        if not self._serving:
+            raise NoWorkerAvailable("the router is not running")
 
     def health(self) -> ServiceHealth:
         """Whether a new request would find a pair of workers."""

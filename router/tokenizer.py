@@ -84,19 +84,36 @@ class Tokenizer:
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)
 
-    def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """The ids of a chat, ready for the assistant's turn.
+    def encode_chat(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, add_special_tokens: bool = False
+    ) -> tuple[int, ...]:
+        """The ids of a chat.
+
+        Args:
+            messages: its turns.
+            add_generation_prompt: whether it shall be ready for the assistant's turn.
+            add_special_tokens: whether the tokenizer adds what it puts around a sequence; templates mostly have it.
 
         Raises:
             InvalidRequest: the checkpoint has no chat template, or its template refuses these messages.
         """
         if self.chat_template is None:
             raise InvalidRequest("this model's tokenizer has no chat template; use /v1/completions", field="messages")
-        return self.encode(self.chat_template.render(messages), add_special_tokens=False)
+        text = self.chat_template.render(messages, add_generation_prompt=add_generation_prompt)
+        return self.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ``token_ids``, special tokens left out."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def spell(self, token_ids: Sequence[int]) -> str:
+        """The text of ``token_ids``, special tokens by their names. A long list may go to a thread."""
+        (text,) = self._tokenizer.decode_batch([token_ids], skip_special_tokens=False)
+        return text
+
+    def token_name(self, token_id: int) -> str:
+        """How the vocabulary writes ``token_id``; empty for an id without a token."""
+        return self._tokenizer.id_to_token(token_id) or ""
 
     def token_bytes(self, token_id: int) -> bytes:
         """What ``token_id`` adds to a text, as bytes; a special token's name; nothing for an id without a token."""

@@ -69,3 +69,17 @@ def cuda(cuda_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     set_up(cuda_library)
     yield cuda_library
     set_up(cuda_library)
+
+
+@pytest.fixture
+def gpudirect(cuda: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The stand-in for the driver, and a UCX that reaches its memory: what it is told is host memory."""
+    from kv_transfer.ucx import gpudirect
+    from kv_transfer.ucx.library import HOST
+    from kv_transfer.ucx.pool import GpuPool
+
+    domains = (gpudirect.Domain("ib", "mlx5_0", cuda=True, dmabuf=False),)
+    found = gpudirect.Found("UCX", True, domains, gpu_by_rdma=True, gpu_dmabuf=False, gpu_shows=True)
+    monkeypatch.setattr(gpudirect, "examine", lambda device, tls: found)
+    monkeypatch.setattr(GpuPool, "kind", HOST)
+    return cuda

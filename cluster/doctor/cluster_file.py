@@ -49,7 +49,7 @@ def judge_memory(weights: int, pools: int, available: int, wish: Wish) -> Findin
         f"{available / GIB:.1f} GiB are available"
     )
     if needed > available:
-        fix = "lower engine.num_blocks, or fewer replicas"
+        fix = "lower engine.num_blocks or engine.pool_memory, or fewer replicas"
         return Finding(check="memory", verdict=wish.unmet, said=said, fix=fix)
     return Finding(check="memory", verdict="ok", said=said)
 
@@ -103,7 +103,7 @@ def examine_keys(wish: Wish) -> list[Finding]:
 def examine_memory(wish: Wish) -> list[Finding]:
     """Whether the KV pools of a cluster on this machine fit into what is available. Loads torch."""
     from engine.models.config import ModelConfig
-    from engine.runner import resolve_cache_dtype, resolve_device, resolve_dtype
+    from engine.runner import pool_blocks, resolve_cache_dtype, resolve_device, resolve_dtype
     from protocol.layout import KVLayout
 
     config = wish.config
@@ -129,7 +129,7 @@ def examine_memory(wish: Wish) -> list[Finding]:
                 dtype=resolve_cache_dtype(engine, resolve_dtype(engine, device)),
                 order=engine.order,
             )
-            pools += layout.pool_bytes(engine.num_blocks)
+            pools += layout.pool_bytes(pool_blocks(engine, layout, device))
     except KVFerryError as error:
         return [
             Finding(check="memory", verdict=wish.unmet, said=error.message, fix="mend the file, or the model's folder")

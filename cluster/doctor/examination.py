@@ -21,6 +21,7 @@ import psutil
 
 from cluster.doctor.cluster_file import examine_keys, examine_memory, examine_model, examine_ports
 from cluster.doctor.finding import Finding
+from cluster.doctor.gpudirect import examine_gpudirect
 from cluster.doctor.host import (
     examine_clock,
     examine_limits,
@@ -63,13 +64,14 @@ ISOLATED: Mapping[str, Check] = MappingProxyType(
         "ray": examine_ray,
         "cpu kernels": examine_kernels,
         **{scheme: partial(examine_transport, scheme) for scheme in SCHEMES},
+        "gpudirect": examine_gpudirect,
         "memory": examine_memory,
     }
 )
 """Checks that load libraries of others."""
 ORDER = (
     *("python", "packages", "dependencies", "torch", "triton", "ray", "cpu kernels"),
-    *("limits", "shared memory", "clock", "rdma", *SCHEMES, "ports", "keys", "model", "memory"),
+    *("limits", "shared memory", "clock", "rdma", *SCHEMES, "gpudirect", "ports", "keys", "model", "memory"),
 )
 
 

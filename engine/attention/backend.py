@@ -1,6 +1,7 @@
 """What a model asks of an attention backend.
 
-Life cycle: one backend per runner; one plan per step, made from the batch and used by every layer of that step.
+Life cycle: one backend per runner; one plan per step, made from the batch and used by every layer of that step. A plan
+of decodes that are captured is used by many steps.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.batch import FlatBatch
+from engine.decode_inputs import DecodeRows
 from engine.float8 import LARGEST, UNSCALED, Scales, as_bytes, stored
 from engine.kv_cache import TORCH_DTYPES
 from engine.models.rope import rotate
@@ -117,6 +119,13 @@ class AttentionBackend(ABC):
     @abstractmethod
     def plan(self, batch: FlatBatch) -> AttentionPlan:
         """The plan of one step."""
+
+    def decode_plan(self, rows: DecodeRows) -> AttentionPlan | None:
+        """The plan of every step whose one token of each sequence stands in ``rows`` by then.
+
+        None where this backend's work depends on more than the shapes of a step, and so cannot be captured.
+        """
+        return None
 
 
 def computed_in(layout: KVLayout, dtype: torch.dtype | None) -> torch.dtype:

@@ -8,6 +8,7 @@ import torch
 from engine.attention.backend import AttentionBackend, AttentionPlan, Scoring, computed_in
 from engine.attention.sdpa import Prompt, SDPAttention, prompts
 from engine.batch import FlatBatch
+from engine.decode_inputs import DecodeRows
 from engine.float8 import UNSCALED, Scales
 from engine.kernels.float8 import FORMATS
 from engine.kernels.operands import HALVES, HEAD_DIMS
@@ -46,6 +47,10 @@ class TritonAttention(AttentionBackend):
     def plan(self, batch: FlatBatch) -> AttentionPlan:
         """The plan of one step."""
         return TritonPlan(self, batch)
+
+    def decode_plan(self, rows: DecodeRows) -> AttentionPlan:
+        """See :meth:`AttentionBackend.decode_plan`: the kernels find tables and lengths on the device."""
+        return TritonDecodePlan(self, rows)
 
 
 class TritonPlan(AttentionPlan):
@@ -105,3 +110,44 @@ class TritonPlan(AttentionPlan):
         for prompt in chunks:
             out[prompt.tokens] = prompt.attend(q[prompt.tokens], k_cache, v_cache, scales)
         return out
+
+
+class TritonDecodePlan(AttentionPlan):
+    """Decodes alone, whatever stands in their rows: nothing is made on the host."""
+
+    def __init__(self, backend: TritonAttention, rows: DecodeRows) -> None:
+        super().__init__(backend.order)
+        self._rows = rows
+
+    def store(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scales: Scales = UNSCALED,
+    ) -> None:
+        """Write K and V of the step's tokens to their slots."""
+        store_kv(k, v, k_cache, v_cache, self._rows.slots, self.order, scales)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scoring: Scoring,
+        scales: Scales = UNSCALED,
+    ) -> torch.Tensor:
+        """Causal attention of ``q`` [B, Hq, D]: [B, Hq, D]."""
+        return paged_decode(
+            q,
+            k_cache,
+            v_cache,
+            self._rows.block_tables,
+            self._rows.seq_lens,
+            scoring.scale,
+            self.order,
+            window=scoring.window,
+            softcap=scoring.softcap,
+            scales=scales,
+        )

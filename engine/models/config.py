@@ -69,6 +69,11 @@ class ModelConfig:
     experts: int
     experts_per_token: int
 
+    @property
+    def reach(self) -> int:
+        """Tokens that a token sees at most, itself included, in the layer that sees most; 0 where one sees all."""
+        return max(self.windows) if all(self.windows) else 0
+
     @classmethod
     def read(cls, directory: Path) -> ModelConfig:
         """The geometry of the model in ``directory``.

@@ -129,6 +129,7 @@ class Decoder(Model):
         dtype: of the weights.
         device: where they lie.
         embedding_scale: embeddings are multiplied by it, rounded to ``dtype``.
+        captures: see :class:`Model`.
     """
 
     def __init__(
@@ -141,7 +142,9 @@ class Decoder(Model):
         dtype: torch.dtype,
         device: torch.device,
         embedding_scale: float = 1.0,
+        captures: bool = True,
     ) -> None:
+        self.captures = captures
         self._config = config
         self._layers = tuple(layers)
         self._norm = norm
@@ -208,6 +211,7 @@ def pre_norm_decoder(
     max_model_len: int,
     dtype: torch.dtype,
     device: torch.device,
+    captures: bool = True,
 ) -> Decoder:
     """A decoder of :class:`PreNormLayer` with plain norms.
 
@@ -218,6 +222,7 @@ def pre_norm_decoder(
         max_model_len: positions that are served.
         dtype: of the weights.
         device: where they lie.
+        captures: see :class:`Model`.
     """
 
     def norm() -> Norm:
@@ -226,4 +231,4 @@ def pre_norm_decoder(
     layers = [
         PreNormLayer(index, attention(index), feed_forward(index), norm(), norm()) for index in range(config.num_layers)
     ]
-    return Decoder(config, layers, norm(), max_model_len=max_model_len, dtype=dtype, device=device)
+    return Decoder(config, layers, norm(), max_model_len=max_model_len, dtype=dtype, device=device, captures=captures)

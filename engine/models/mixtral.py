@@ -32,4 +32,5 @@ def build(config: ModelConfig, *, max_model_len: int, dtype: torch.dtype, device
         max_model_len=max_model_len,
         dtype=dtype,
         device=device,
+        captures=False,  # which experts are computed depends on the tokens
     )

@@ -19,7 +19,13 @@ OnLayer = Callable[[int], None]
 
 
 class Model(ABC):
-    """A decoder-only transformer over a paged KV cache."""
+    """A decoder-only transformer over a paged KV cache.
+
+    Attributes:
+        captures: a step does the same work, whatever the values in its tensors, so that it can be recorded.
+    """
+
+    captures: bool = True
 
     @abstractmethod
     def destinations(self) -> dict[str, torch.Tensor]:

@@ -205,7 +205,7 @@ def _spawn(scheme: str, module: str, worker: socket.socket, staging: int, *, rec
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
     for name, value in tuning.settings(environment).items():
         environment[f"UCX_{name}"] = value
-    environment.setdefault("UCX_LOG_LEVEL", tuning.LOG_LEVEL)
+    environment.setdefault("UCX_LOG_LEVEL", tuning.PROCESS_SETTINGS["LOG_LEVEL"])
     # It warns of settings that its release does not have.
     environment.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
     environment.setdefault("NIXL_LOG_LEVEL", "ERROR")

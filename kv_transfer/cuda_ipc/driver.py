@@ -1,4 +1,4 @@
-"""The calls of NVIDIA's driver that the transport needs, by ctypes: libcuda alone, neither its runtime nor torch.
+"""The calls of NVIDIA's driver that transports need, by ctypes: libcuda alone, neither its runtime nor torch.
 
 Contexts are the devices' primary ones, which torch uses as well: a pool's address is valid in them. A thread has a
 context while it is within :meth:`Device.current`.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import IntEnum
 
 from protocol.errors import ChannelLost, ConfigError
 
@@ -19,6 +20,11 @@ LAZY_PEER_ACCESS = 1
 """``CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS``."""
 NON_BLOCKING = 1
 """``CU_STREAM_NON_BLOCKING``: does not wait for the legacy default stream, on which the engine computes."""
+
+OWNER = 100
+"""``CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER``, and the ordering of writes that makes that flush needless."""
+CURRENT_CONTEXT = 0
+"""``CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX``."""
 
 _Pointer = ctypes.c_uint64
 _Opaque = ctypes.c_void_p
@@ -38,11 +44,14 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "cuDeviceGetCount": (ctypes.POINTER(ctypes.c_int),),
     "cuDeviceGet": (ctypes.POINTER(ctypes.c_int), ctypes.c_int),
     "cuDeviceGetUuid": (ctypes.POINTER(_Uuid), ctypes.c_int),
+    "cuDeviceGetAttribute": (ctypes.POINTER(ctypes.c_int), ctypes.c_int, ctypes.c_int),
     "cuDeviceCanAccessPeer": (ctypes.POINTER(ctypes.c_int), ctypes.c_int, ctypes.c_int),
     "cuDevicePrimaryCtxRetain": (ctypes.POINTER(_Opaque), ctypes.c_int),
     "cuDevicePrimaryCtxRelease_v2": (ctypes.c_int,),
     "cuCtxPushCurrent_v2": (_Opaque,),
     "cuCtxPopCurrent_v2": (ctypes.POINTER(_Opaque),),
+    "cuCtxSynchronize": (),
+    "cuFlushGPUDirectRDMAWrites": (ctypes.c_int, ctypes.c_int),
     "cuMemGetAddressRange_v2": (ctypes.POINTER(_Pointer), ctypes.POINTER(ctypes.c_size_t), _Pointer),
     "cuIpcGetMemHandle": (ctypes.POINTER(_Handle), _Pointer),
     "cuIpcOpenMemHandle_v2": (ctypes.POINTER(_Pointer), _Handle, ctypes.c_uint),
@@ -52,6 +61,19 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "cuStreamDestroy_v2": (_Opaque,),
     "cuMemcpyAsync": (_Pointer, _Pointer, ctypes.c_size_t, _Opaque),
 }
+
+
+class Attribute(IntEnum):
+    """What a device says of itself, by the driver's numbers (``CU_DEVICE_ATTRIBUTE_...``)."""
+
+    RDMA = 116
+    """``GPU_DIRECT_RDMA_SUPPORTED``."""
+    RDMA_FLUSHES = 117
+    """``GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS``: bit 0, the host can ask for one."""
+    RDMA_ORDERING = 118
+    """``GPU_DIRECT_RDMA_WRITES_ORDERING``: from OWNER on no flush is needed."""
+    DMABUF = 124
+    """``DMA_BUF_SUPPORTED``."""
 
 
 class Driver:
@@ -122,6 +144,15 @@ class Device:
         self.driver.call("cuDeviceGetUuid", ctypes.byref(found), self._number)
         return ctypes.string_at(ctypes.byref(found), UUID_BYTES)
 
+    def attribute(self, name: Attribute) -> int:
+        """What the device says of itself; 0 where the driver does not know the question."""
+        found = ctypes.c_int()
+        try:
+            self.driver.call("cuDeviceGetAttribute", ctypes.byref(found), name, self._number)
+        except ChannelLost:
+            return 0
+        return found.value
+
     def why_no_access(self, uuid: bytes) -> str | None:
         """Why this device cannot read the memory of another; None when it can, or when only trying will tell.
 
@@ -137,6 +168,14 @@ class Device:
             return None if able.value else "no peer access between the two GPUs"
         return None
 
+    def enter(self) -> None:
+        """The calling thread works with this device from now on, to its end.
+
+        Raises:
+            ChannelLost: the device has failed.
+        """
+        self.driver.call("cuCtxPushCurrent_v2", self._context)
+
     @contextmanager
     def current(self) -> Iterator[None]:
         """The calling thread works with this device, and with what it had before afterwards.
@@ -149,6 +188,22 @@ class Device:
             yield
         finally:
             self.driver.call("cuCtxPopCurrent_v2", ctypes.byref(_Opaque()))
+
+    def flush_rdma_writes(self) -> None:
+        """Return when what RDMA has written is seen by every kernel from now on. Within :meth:`current`.
+
+        Raises:
+            ChannelLost: the device has failed.
+        """
+        self.driver.call("cuFlushGPUDirectRDMAWrites", CURRENT_CONTEXT, OWNER)
+
+    def drain(self) -> None:
+        """Return when nothing is queued on the device in this process any more, by whomever. Within :meth:`current`.
+
+        Raises:
+            ChannelLost: the device has failed, after which it copies nothing.
+        """
+        self.driver.call("cuCtxSynchronize")
 
     def export(self, address: int) -> tuple[bytes, int, int]:
         """``(handle, offset, bytes)`` of the allocation that ``address`` lies in, and the address's place in it.

@@ -138,7 +138,7 @@ def _flags(ucx: Installation) -> tuple[str, ...]:
     flags = ["-O2", "-shared", "-fPIC", "-fvisibility=hidden", f"-I{ucx.include}"]
     if ucx.libraries is not None:
         flags += [f"-L{ucx.libraries}", f"-Wl,-rpath,{ucx.libraries}"]
-    return (*flags, "-lucp", "-lucs")
+    return (*flags, "-lucp", "-luct", "-lucs")
 
 
 def _compile(command: Sequence[str], ucx: Installation) -> None:

@@ -113,9 +113,8 @@ class Channel:
         self._spans = np.array(spans, np.uint64)
         self._stop = stop
         self._quiet = self._loop.create_future()
-        self._calls.kvf_move(
-            self._handle, self._spans.ctypes.data, len(spans), int(receives), self._context.memory, stop.address
-        )
+        memory = (self._context.memory, self._context.kind)
+        self._calls.kvf_move(self._handle, self._spans.ctypes.data, len(spans), int(receives), *memory, stop.address)
         self._turn()
         return self._quiet
 
@@ -194,5 +193,6 @@ class Channel:
         self._calls.kvf_channel_free(self._handle)
         self._handle = None
         if self._quiet is not None and not self._quiet.done():
+            self._context.drain()
             self._quiet.set_result(self._outcome or CLOSED)
         self._closed.set_result(None)

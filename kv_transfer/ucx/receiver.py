@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import ExitStack
 from functools import partial
 
-import numpy as np
-
-from kv_transfer.memory import as_bytes
 from kv_transfer.tcp.connection import listening
 from kv_transfer.tcp.tuning import tune
 from kv_transfer.transport import OnBroken, OnLanded, Receiver, TransportConfig, Window
 from kv_transfer.ucx.address import form, resolve_bound
 from kv_transfer.ucx.channel import Channel
-from kv_transfer.ucx.library import Context
 from kv_transfer.ucx.loop_thread import LoopThread, settled
+from kv_transfer.ucx.pool import Pool
 from kv_transfer.ucx.serving import Berth, Moves, Serving
 from kv_transfer.windows import WindowBook
-from protocol.errors import ChannelLost, ConfigError
+from protocol.errors import ChannelLost
 
 ACCEPT_PAUSE = 0.25
 """Seconds until the next try after a failed accept: out of descriptors, a ready listener would spin."""
@@ -35,33 +33,32 @@ class UcxReceiver(Receiver):
 
     Args:
         bind: ``ucx://host:port``, a host that senders can reach; port 0 takes a free one.
-        memory: writable.
+        pool: writable; closed at the end, or where this raises.
         config: timeout is what a new connection has for its hello, secret what it must know; max_connections bounds the
             channels.
 
     Raises:
-        ConfigError: the address cannot be bound, the memory not written, or there is no UCX.
+        ConfigError: the address cannot be bound, or there is no UCX, or none for this memory.
     """
 
-    def __init__(self, bind: str, memory: memoryview, config: TransportConfig) -> None:
+    def __init__(self, bind: str, pool: Pool, config: TransportConfig) -> None:
         self._config = config
-        view = as_bytes(memory, writable=True)
-        base, nbytes = np.frombuffer(view, np.uint8).ctypes.data, view.nbytes
-        self._book = WindowBook(nbytes)
+        self._book = WindowBook(pool.nbytes)
         self._moves = Moves()
         self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
         """In the loop thread: the one that accepts, and one for each channel."""
-        self._listener = listening(bind, resolve_bound(bind), config)
-        name = self._listener.getsockname()
-        self._address = form(name[0], name[1])
-        try:
-            self._context = Context(base, nbytes, writable=True, tls=config.ucx_tls)
-        except ConfigError:
-            self._listener.close()
-            raise
-        self._berth = Berth(self._context, view, base, self._book, self._moves, config)
+        with ExitStack() as stack:
+            stack.callback(pool.close)
+            self._listener = listening(bind, resolve_bound(bind), config)
+            stack.callback(self._listener.close)
+            name = self._listener.getsockname()
+            self._address = form(name[0], name[1])
+            self._context = pool.context(config.ucx_tls)
+            stack.pop_all()
+        self._berth = Berth(self._context, pool, self._book, self._moves, config)
         self._thread = LoopThread(f"kv-ucx-receive-{name[1]}")
+        self._thread.post(pool.enter)
         self._thread.submit(self._accept())
 
     @property
@@ -91,9 +88,7 @@ class UcxReceiver(Receiver):
             await self.close_window(ticket)
         await self._thread.stop(self._end())
         self._listener.close()
-        self._context.free()
-        # Named here, for who served a channel may live on in some traceback.
-        self._berth.memory.release()
+        self._berth.pool.close(self._context)
 
     async def _end(self) -> None:
         tasks = tuple(self._tasks)

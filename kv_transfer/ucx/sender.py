@@ -11,11 +11,8 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-import numpy as np
-
 from kv_transfer.band import Band
 from kv_transfer.checksum import Checksum, pieces
-from kv_transfer.memory import as_bytes
 from kv_transfer.ships import Ship, ShipBook, check_ship
 from kv_transfer.span import Span
 from kv_transfer.tcp.delivery import split
@@ -24,10 +21,10 @@ from kv_transfer.ucx import wire
 from kv_transfer.ucx.address import resolve
 from kv_transfer.ucx.delivery import Line, Parcel
 from kv_transfer.ucx.destination import Destination
-from kv_transfer.ucx.library import Context
 from kv_transfer.ucx.loop_thread import LoopThread
+from kv_transfer.ucx.pool import Pool
 from kv_transfer.windows import Part
-from protocol.errors import ChannelLost, TransferError
+from protocol.errors import ChannelLost, ConfigError, TransferError
 
 Cut = list[tuple[Part, list[tuple[int, int]]]]
 
@@ -36,24 +33,26 @@ class UcxSender(Sender):
     """See :class:`~kv_transfer.transport.Sender`.
 
     Args:
-        memory: what is read; may be read-only.
+        pool: what is read; closed at the end, or where this raises.
         config: streams is the number of channels per receiver.
 
     Raises:
-        ConfigError: the memory is not contiguous, or there is no UCX.
+        ConfigError: there is no UCX, or none for this memory.
     """
 
-    def __init__(self, memory: memoryview, config: TransportConfig) -> None:
-        self._memory: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = np.frombuffer(
-            as_bytes(memory, writable=False), np.uint8
-        )
-        self._pool = (self._memory.ctypes.data, self._memory.nbytes)
+    def __init__(self, pool: Pool, config: TransportConfig) -> None:
+        self._pool = pool
         self._config = config
         self._book = ShipBook()
         self._closed = False
-        self._context = Context(*self._pool, writable=False, tls=config.ucx_tls)
+        try:
+            self._context = pool.context(config.ucx_tls)
+        except ConfigError:
+            pool.close()
+            raise
         self._destinations: dict[str, Destination[Parcel]] = {}
         self._thread = LoopThread("kv-ucx-send")
+        self._thread.post(pool.enter)
 
     async def ship(
         self,
@@ -68,7 +67,7 @@ class UcxSender(Sender):
         started = time.monotonic()
         ship = self._book.start(ticket)
         try:
-            block_bytes = check_ship(spans, generations, self._pool[1], band)
+            block_bytes = check_ship(spans, generations, self._pool.nbytes, band)
             if spans:
                 # One part where it can be: the receiver's one thread gains nothing from several.
                 await self._deliver(ship, address, split(ship.number, spans, generations, block_bytes, 1))
@@ -97,7 +96,7 @@ class UcxSender(Sender):
             Parcel(
                 wire.pack_part(ship.ticket, part, summed=summed),
                 part,
-                [(self._pool[0] + offset, nbytes) for offset, nbytes in sources],
+                [(self._pool.address + offset, nbytes) for offset, nbytes in sources],
             )
             for part, sources in parts
         ]
@@ -113,10 +112,8 @@ class UcxSender(Sender):
                 raise end
 
     async def _sum(self, ship: Ship, frame: bytes, sources: Sequence[tuple[int, int]]) -> bytes:
-        assert self._memory is not None, "closing waits for every ship"
-        memory = self._memory.data
         checksum = Checksum(frame)
-        for piece in pieces(memory[offset : offset + nbytes] for offset, nbytes in sources):
+        for piece in pieces(self._pool.views(sources)):
             ship.check()
             checksum.update(piece)
             # Other channels are driven from this loop, too.
@@ -143,8 +140,7 @@ class UcxSender(Sender):
             return
         self._closed = True
         await self._thread.stop(self._close_lines())
-        self._context.free()
-        self._memory = None
+        self._pool.close(self._context)
 
     async def _close_lines(self) -> None:
         for destination in self._destinations.values():

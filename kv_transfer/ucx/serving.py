@@ -19,9 +19,10 @@ from typing import Any
 from kv_transfer.checksum import Checksum, pieces
 from kv_transfer.transport import TransportConfig
 from kv_transfer.ucx import handshake, wire
-from kv_transfer.ucx.channel import Channel, Stop
+from kv_transfer.ucx.channel import CLOSED, Channel, Stop
 from kv_transfer.ucx.library import Context
 from kv_transfer.ucx.loop_thread import settled, streams
+from kv_transfer.ucx.pool import Pool
 from kv_transfer.ucx.wire import PartHead, Verdict
 from kv_transfer.windows import OpenWindow, Part, WindowBook
 from protocol.errors import ChannelLost, IntegrityMismatch, KVFerryError, TicketRejected
@@ -67,16 +68,14 @@ class Berth:
 
     Attributes:
         context: of the memory.
-        memory: what is written.
-        base: its address.
+        pool: what is written.
         book: its windows.
         moves: that run.
         config: timeout is what a hello may take, secret what a peer must know.
     """
 
     context: Context
-    memory: memoryview
-    base: int
+    pool: Pool
     book: WindowBook
     moves: Moves
     config: TransportConfig
@@ -197,8 +196,7 @@ class Serving:
             window.report(landed)
 
     async def _intact(self, window: OpenWindow, part: Part, checksum: Checksum, wanted: bytes) -> bool:
-        memory = self._berth.memory
-        for piece in pieces(memory[offset : offset + nbytes] for offset, nbytes in part.targets):
+        for piece in pieces(self._berth.pool.views(part.targets)):
             if not window.gate.enter():
                 raise TicketRejected("the window is closed")
             try:
@@ -225,7 +223,7 @@ class Serving:
         try:
             if not window.gate.enter():
                 raise TicketRejected("the window is closed")
-            base = self._berth.base
+            base = self._berth.pool.address
             quiet = channel.move([(base + offset, nbytes) for offset, nbytes in part.targets], stop, receives=True)
             writer.write(wire.pack_answer(part, Verdict.GO))
             try:
@@ -237,9 +235,17 @@ class Serving:
                     await settled({quiet})
                 finally:
                     window.gate.leave()
-            return quiet.result()
+            return quiet.result() or self._arrived()
         finally:
             self._berth.moves.remove(stop)
+
+    def _arrived(self) -> int:
+        try:
+            self._berth.pool.arrived()
+        except ChannelLost as error:
+            log.warning("what was received cannot be used: %s", error)
+            return CLOSED
+        return 0
 
     async def _watch(
         self, channel: Channel, quiet: asyncio.Future[int], ahead: Ahead, sign: Callable[[], None]

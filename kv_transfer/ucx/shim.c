@@ -11,13 +11,14 @@
 #include <string.h>
 #include <time.h>
 #include <ucp/api/ucp.h>
+#include <uct/api/uct.h>
 
 #define API __attribute__((visibility("default")))
 #define PIECES 16 /* under way at a time: enough to keep a link busy */
 #define PIECE_BYTES (1u << 20)
 #define FLIGHT_BYTES (8u << 20)
 
-/* Exported by libucs of every release we know, but not promised: without it UCX's own log stays as it is. */
+/* Exported by libucs of every release we know, but not promised: without it these settings stay as UCX has them. */
 extern ucs_status_t ucs_global_opts_set_value(const char *name, const char *value) __attribute__((weak));
 
 struct channel;
@@ -39,6 +40,7 @@ typedef struct channel {
     uint64_t moved, flying, pieces, tag;
     int receives;
     ucp_mem_h memory;
+    int memory_type;
     const volatile int *stop;
     ucs_status_t result;
     slot_t slots[PIECES];
@@ -48,8 +50,9 @@ API const char *kvf_version(void) { return ucp_get_version_string(); }
 
 API const char *kvf_reason(int status) { return ucs_status_string((ucs_status_t)status); }
 
-API int kvf_log_level(const char *level) {
-    return ucs_global_opts_set_value ? ucs_global_opts_set_value("LOG_LEVEL", level) : UCS_ERR_UNSUPPORTED;
+/* Of the whole process, and before it opens a context. */
+API int kvf_process_setting(const char *name, const char *value) {
+    return ucs_global_opts_set_value ? ucs_global_opts_set_value(name, value) : UCS_ERR_UNSUPPORTED;
 }
 
 /* settings: name, value, name, value, ... A setting that this release lacks is passed over. */
@@ -90,11 +93,68 @@ API int kvf_describe(ucp_context_h context, channel_t *channel, char *out, size_
     return UCS_OK;
 }
 
-API int kvf_map(ucp_context_h context, void *address, size_t length, int writable, ucp_mem_h *out) {
+/* Which kinds of memory the context can move: bit 0 host, bit 1 CUDA, as ucs_memory_type_t counts them. */
+API uint64_t kvf_memory_types(ucp_context_h context) {
+    ucp_context_attr_t found = {.field_mask = UCP_ATTR_FIELD_MEMORY_TYPES};
+    return ucp_context_query(context, &found) == UCS_OK ? found.memory_types : 0;
+}
+
+static void describe_domain(FILE *stream, uct_component_h component, const char *kind, const char *name) {
+    uct_md_config_t *config;
+    uct_md_h domain;
+    uct_md_attr_t found;
+    if (uct_md_config_read(component, NULL, NULL, &config) != UCS_OK) return;
+    if (uct_md_open(component, name, config, &domain) == UCS_OK) {
+        if (uct_md_query(domain, &found) == UCS_OK) {
+            int dmabuf = 0;
+#if UCP_API_VERSION >= UCP_VERSION(1, 15)
+            dmabuf = !!(found.cap.flags & UCT_MD_FLAG_REG_DMABUF);
+#endif
+            int cuda = !!(found.cap.reg_mem_types & UCS_BIT(UCS_MEMORY_TYPE_CUDA));
+            fprintf(stream, "%s %s %d %d\n", kind, name, cuda, dmabuf);
+        }
+        uct_md_close(domain);
+    }
+    uct_config_release(config);
+}
+
+static void describe_component(FILE *stream, uct_component_h component) {
+    uct_component_attr_t found = {.field_mask = UCT_COMPONENT_ATTR_FIELD_NAME |
+                                                UCT_COMPONENT_ATTR_FIELD_MD_RESOURCE_COUNT};
+    if (uct_component_query(component, &found) != UCS_OK || !found.md_resource_count) return;
+    uct_component_attr_t domains = {.field_mask = UCT_COMPONENT_ATTR_FIELD_MD_RESOURCES,
+                                    .md_resources = calloc(found.md_resource_count, sizeof(uct_md_resource_desc_t))};
+    if (domains.md_resources && uct_component_query(component, &domains) == UCS_OK)
+        for (unsigned i = 0; i < found.md_resource_count; i++)
+            describe_domain(stream, component, found.name, domains.md_resources[i].md_name);
+    free(domains.md_resources);
+}
+
+/* A line for each memory domain: component, name, whether it registers memory of CUDA devices, whether dmabufs. */
+API int kvf_domains(char *out, size_t room) {
+    char *text = NULL;
+    size_t length = 0;
+    uct_component_h *components;
+    unsigned count;
+    ucs_status_t status = uct_query_components(&components, &count);
+    if (status != UCS_OK) return status;
+    FILE *stream = open_memstream(&text, &length);
+    for (unsigned i = 0; stream && i < count; i++) describe_component(stream, components[i]);
+    uct_release_component_list(components);
+    if (!stream) return UCS_ERR_NO_MEMORY;
+    fclose(stream);
+    snprintf(out, room, "%s", text);
+    free(text);
+    return UCS_OK;
+}
+
+API int kvf_map(ucp_context_h context, void *address, size_t length, int writable, int memory_type, ucp_mem_h *out) {
     unsigned reads = UCP_MEM_MAP_PROT_LOCAL_READ | UCP_MEM_MAP_PROT_REMOTE_READ;
     unsigned writes = UCP_MEM_MAP_PROT_LOCAL_WRITE | UCP_MEM_MAP_PROT_REMOTE_WRITE;
     ucp_mem_map_params_t params = {
-        .field_mask = UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH | UCP_MEM_MAP_PARAM_FIELD_PROT,
+        .field_mask = UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH | UCP_MEM_MAP_PARAM_FIELD_PROT |
+                      UCP_MEM_MAP_PARAM_FIELD_MEMORY_TYPE,
+        .memory_type = (ucs_memory_type_t)memory_type,
         .address = address,
         .length = length,
         .prot = writable ? reads | writes : reads};
@@ -177,12 +237,13 @@ static void on_received(void *request, ucs_status_t status, const ucp_tag_recv_i
 }
 
 API void kvf_move(channel_t *channel, const uint64_t *spans, uint64_t count, int receives, ucp_mem_h memory,
-                  const volatile int *stop) {
+                  int memory_type, const volatile int *stop) {
     channel->spans = spans;
     channel->count = count;
     channel->index = channel->offset = channel->moved = 0;
     channel->receives = receives;
     channel->memory = memory;
+    channel->memory_type = memory_type;
     channel->stop = stop;
     channel->result = UCS_OK;
 }
@@ -211,9 +272,10 @@ static int may_issue(const channel_t *channel) {
 
 static ucs_status_ptr_t begin(channel_t *channel, slot_t *slot, void *buffer) {
     ucp_request_param_t params = {.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA |
-                                                  UCP_OP_ATTR_FIELD_MEMH,
+                                                  UCP_OP_ATTR_FIELD_MEMH | UCP_OP_ATTR_FIELD_MEMORY_TYPE,
                                   .user_data = slot,
-                                  .memh = channel->memory};
+                                  .memh = channel->memory,
+                                  .memory_type = (ucs_memory_type_t)channel->memory_type};
     uint64_t tag = channel->tag++;
     if (!channel->receives) {
         params.cb.send = on_sent;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from types import MappingProxyType
 
 SETTINGS: Mapping[str, str] = {
     # One segment per piece; with the default of 8 KiB, TCP reaches a quarter of the link.
@@ -24,8 +25,16 @@ SETTINGS: Mapping[str, str] = {
     # connect, and UCX lets go of what they have not sent.
     "KEEPALIVE_INTERVAL": "inf",
 }
-LOG_LEVEL = "fatal"
-"""UCX logs to standard output, and what it logs as errors are the deaths of peers, which we report ourselves."""
+PROCESS_SETTINGS: Mapping[str, str] = MappingProxyType(
+    {
+        # UCX logs to standard output, and what it logs as errors are the deaths of peers, which we report ourselves.
+        "LOG_LEVEL": "fatal",
+        # It takes what was allocated before UCX was opened for host memory, and a pool on a GPU always is. Without it
+        # UCX asks the driver; only when memory is registered, for our messages say which kind they are of.
+        "MEMTYPE_CACHE": "n",
+    }
+)
+"""Of all contexts of the process."""
 
 
 def settings(environment: Mapping[str, str] | None = None, *, tls: str = "") -> dict[str, str]:
@@ -40,7 +49,23 @@ def settings(environment: Mapping[str, str] | None = None, *, tls: str = "") -> 
     return {**wanted, "TLS": tls} if tls else wanted
 
 
-def log_level(environment: Mapping[str, str] | None = None) -> str | None:
-    """Our log level, or None where the user has set one."""
+def without_peer_copies(tls: str, environment: Mapping[str, str] | None = None) -> str:
+    """``tls``, or what the environment says, less that by which another process's GPU reads or writes our GPU's memory.
+
+    The end of a worker of ours would not end such a copy. Our own small pieces need UCX's ``cuda_copy``.
+    """
     found = os.environ if environment is None else environment
-    return None if "UCX_LOG_LEVEL" in found else LOG_LEVEL
+    wanted = tls or found.get("UCX_TLS", "")
+    names = [name for name in wanted.removeprefix("^").split(",") if name]
+    if wanted.startswith("^"):
+        return "^" + ",".join(dict.fromkeys([*names, "cuda_ipc"]))
+    if not names or "all" in names:
+        return "^cuda_ipc"
+    kept = [name for name in names if name not in ("cuda", "cuda_ipc")]
+    return ",".join(dict.fromkeys([*kept, "cuda_copy"]))
+
+
+def process_settings(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What to set of the whole process: ours, but for what the user has set in the environment."""
+    found = os.environ if environment is None else environment
+    return {name: value for name, value in PROCESS_SETTINGS.items() if f"UCX_{name}" not in found}

@@ -11,6 +11,7 @@
 
 from router.client.asynchronous import AsyncClient, AsyncStream
 from router.client.results import Chunk, Completion, Health, ModelCard, Timings, Usage
+from router.client.scores import RankedToken, ScoredToken, Tokenization
 from router.client.synchronous import Client, Stream
 
 __all__ = [
@@ -21,7 +22,10 @@ __all__ = [
     "Completion",
     "Health",
     "ModelCard",
+    "RankedToken",
+    "ScoredToken",
     "Stream",
     "Timings",
+    "Tokenization",
     "Usage",
 ]

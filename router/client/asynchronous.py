@@ -8,7 +8,7 @@ workers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -24,13 +24,18 @@ from router.client.results import (
     health_of,
     joined,
     models_of,
+    text_of,
+    tokenization_of,
 )
+from router.client.scores import Tokenization
 from router.client.wire import (
     CHAT,
     COMPLETIONS,
+    DETOKENIZE,
     HEALTH,
     MODELS,
     RETRIED_STATUSES,
+    TOKENIZE,
     EventReader,
     Messages,
     Prompt,
@@ -40,11 +45,13 @@ from router.client.wire import (
     client_trust,
     completion_body,
     connection_error,
+    detokenize_body,
     first_model,
     may_retry,
     request_headers,
     root_url,
     stream_request,
+    tokenize_body,
 )
 
 
@@ -147,6 +154,9 @@ class AsyncClient:
         model: str | None = None,
         timings: bool = False,
         request_id: str | None = None,
+        echo: bool | None = None,
+        best_of: int | None = None,
+        prompt_logprobs: int | None = None,
         **params: Any,
     ) -> Completion:
         """Continue a prompt: text, token ids, or a list of either.
@@ -156,6 +166,9 @@ class AsyncClient:
             model: by default the client's.
             timings: whether the result shall carry timings.
             request_id: the caller's own id; it comes back in a header.
+            echo: whether the text shall begin with the prompt, and its log-probabilities with those of the prompt.
+            best_of: how many continuations are made, of which the likeliest per token come back.
+            prompt_logprobs: how many alternatives the result shall name beside each prompt token.
             params: further fields of the request, such as ``max_tokens`` and ``temperature``.
 
         Raises:
@@ -163,6 +176,7 @@ class AsyncClient:
             ConnectionFailed: the router cannot be reached.
             KVFerryError: anything else that the router reports.
         """
+        params |= {"echo": echo, "best_of": best_of, "prompt_logprobs": prompt_logprobs}
         body = completion_body(prompt, model or await self._default_model(), params)
         return await self._whole(COMPLETIONS, body, request_headers(timings=timings, request_id=request_id))
 
@@ -173,9 +187,11 @@ class AsyncClient:
         model: str | None = None,
         timings: bool = False,
         request_id: str | None = None,
+        prompt_logprobs: int | None = None,
         **params: Any,
     ) -> Completion:
         """The assistant's answer to a chat; arguments and errors as :meth:`complete`."""
+        params["prompt_logprobs"] = prompt_logprobs
         body = chat_body(messages, model or await self._default_model(), params)
         return await self._whole(CHAT, body, request_headers(timings=timings, request_id=request_id))
 
@@ -192,6 +208,40 @@ class AsyncClient:
         path, body = stream_request(prompt, model or await self._default_model(), params)
         response = await self._send("POST", path, body, request_headers(timings=timings, request_id=request_id))
         return AsyncStream(response, self.base_url)
+
+    async def tokenize(
+        self,
+        text: str | Messages,
+        *,
+        model: str | None = None,
+        add_special_tokens: bool | None = None,
+        add_generation_prompt: bool | None = None,
+        return_token_strs: bool | None = None,
+    ) -> Tokenization:
+        """The token ids of a prompt, or of a chat.
+
+        Args:
+            text: a prompt, or a chat's messages.
+            model: the router refuses another one than it serves.
+            add_special_tokens: by default true for a prompt, and false for a chat, whose template has them.
+            add_generation_prompt: whether a chat shall be ready for the assistant's turn; by default it is.
+            return_token_strs: whether the vocabulary's writing of each token shall be named.
+
+        Raises:
+            InvalidRequest: the router refuses the request; names the field.
+            ConnectionFailed: the router cannot be reached.
+        """
+        fields = {
+            "model": model,
+            "add_special_tokens": add_special_tokens,
+            "add_generation_prompt": add_generation_prompt,
+            "return_token_strs": return_token_strs,
+        }
+        return tokenization_of(await self._posted(TOKENIZE, tokenize_body(text, fields)))
+
+    async def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
+        """The text of token ids; errors as :meth:`tokenize`."""
+        return text_of(await self._posted(DETOKENIZE, detokenize_body(token_ids, model)))
 
     async def models(self) -> tuple[ModelCard, ...]:
         """The served models."""
@@ -225,6 +275,10 @@ class AsyncClient:
     async def _whole(self, path: str, body: bytes, headers: Mapping[str, str]) -> Completion:
         response = await self._send("POST", path, body, headers)
         return completion_of(await self._content(response), response.headers.get("x-request-id", ""))
+
+    async def _posted(self, path: str, body: bytes) -> bytes:
+        headers = request_headers(timings=False, request_id=None)
+        return await self._content(await self._send("POST", path, body, headers))
 
     async def _content(self, response: httpx.Response) -> bytes:
         try:

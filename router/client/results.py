@@ -9,6 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from protocol.errors import ERRORS_BY_CODE, KVFerryError, MalformedFrame, error_from_code
+from router.client.scores import ChoiceLogprobs, PromptLogprobs, RankedToken, ScoredToken, Tokenization
 from router.front.generation import GenerationReport
 
 T = TypeVar("T")
@@ -50,6 +51,8 @@ class Completion:
         timings: None unless they were asked for.
         request_id: the router's own id.
         choices: the text of each choice, the first included.
+        logprobs: of the first choice's tokens, where they were asked for; with ``echo`` the prompt's come before.
+        prompt_logprobs: of its prompt's tokens, where they were asked for.
     """
 
     text: str
@@ -58,6 +61,8 @@ class Completion:
     timings: Timings | None = None
     request_id: str = ""
     choices: tuple[str, ...] = ()
+    logprobs: tuple[ScoredToken, ...] = ()
+    prompt_logprobs: PromptLogprobs = ()
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,7 @@ class Chunk:
     usage: Usage | None = None
     timings: Timings | None = None
     index: int = 0
+    logprobs: tuple[ScoredToken, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -115,6 +121,11 @@ class _Choice(msgspec.Struct):
     message: _Content | None = None
     delta: _Content | None = None
     finish_reason: str | None = None
+    logprobs: ChoiceLogprobs | None = None
+    prompt_logprobs: list[dict[int, RankedToken] | None] | None = None
+
+    def scored(self) -> tuple[ScoredToken, ...]:
+        return () if self.logprobs is None else self.logprobs.to_tokens()
 
     def written(self) -> str:
         part = self.message or self.delta
@@ -132,6 +143,7 @@ class _Answer(msgspec.Struct):
     usage: _Usage | None = None
     kvferry: GenerationReport | list[GenerationReport | None] | None = None
     error: _Error | None = None
+    prompt_logprobs: list[dict[int, RankedToken] | None] | None = None
 
     def timings(self) -> Timings | None:
         if isinstance(self.kvferry, list):
@@ -141,6 +153,10 @@ class _Answer(msgspec.Struct):
 
 class _Models(msgspec.Struct):
     data: list[ModelCard]
+
+
+class _Text(msgspec.Struct):
+    prompt: str
 
 
 def _decode(data: bytes | str, kind: type[T]) -> T:
@@ -167,6 +183,9 @@ def completion_of(body: bytes, request_id: str) -> Completion:
         timings=answer.timings(),
         request_id=request_id,
         choices=tuple(choice.written() for choice in ordered),
+        logprobs=ordered[0].scored(),
+        # A chat has them beside its choices, for these have one prompt.
+        prompt_logprobs=tuple(ordered[0].prompt_logprobs or answer.prompt_logprobs or ()),
     )
 
 
@@ -186,6 +205,7 @@ def chunk_of(data: str) -> Chunk:
         usage=answer.usage.to_usage() if answer.usage else None,
         timings=answer.timings(),
         index=choice.index,
+        logprobs=choice.scored(),
     )
 
 
@@ -201,12 +221,23 @@ def joined(chunks: Sequence[Chunk], request_id: str) -> Completion:
         timings=next((chunk.timings for chunk in chunks if chunk.timings), None),
         request_id=request_id,
         choices=choices,
+        logprobs=tuple(token for chunk in chunks if chunk.index == 0 for token in chunk.logprobs),
     )
 
 
 def models_of(body: bytes) -> tuple[ModelCard, ...]:
     """The served models."""
     return tuple(_decode(body, _Models).data)
+
+
+def tokenization_of(body: bytes) -> Tokenization:
+    """What ``/tokenize`` says."""
+    return _decode(body, Tokenization)
+
+
+def text_of(body: bytes) -> str:
+    """What ``/detokenize`` says."""
+    return _decode(body, _Text).prompt
 
 
 def health_of(body: bytes) -> Health:

@@ -28,6 +28,8 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 MODELS = "/v1/models"
 HEALTH = "/health"
+TOKENIZE = "/tokenize"
+DETOKENIZE = "/detokenize"
 
 RETRIED_STATUSES = frozenset({429, 503})
 MAX_PAUSE = 10.0
@@ -90,6 +92,16 @@ def stream_request(prompt: Prompt | Messages, model: str, params: Mapping[str, A
     if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
         return CHAT, _body({"model": model, "messages": prompt, **options})
     return COMPLETIONS, _body({"model": model, "prompt": prompt, **options})
+
+
+def tokenize_body(text: str | Messages, fields: Mapping[str, Any]) -> bytes:
+    """The JSON of a tokenize request, of a prompt or a chat."""
+    return _body({"prompt" if isinstance(text, str) else "messages": text, **fields})
+
+
+def detokenize_body(token_ids: Sequence[int], model: str | None) -> bytes:
+    """The JSON of a detokenize request."""
+    return _body({"tokens": token_ids, "model": model})
 
 
 def _body(fields: Mapping[str, Any]) -> bytes:

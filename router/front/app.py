@@ -5,26 +5,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from protocol.errors import KVFerryError, ProtocolError, RequestCancelled, UnknownModel
+from router.front.answers import Answer
 from router.front.choices import Choices
 from router.front.config import FrontConfig
 from router.front.errors import error_body, error_object, retry_after, status_of
 from router.front.exchange import Exchange, Header, Receive, Scope, Send
-from router.front.formats import AnswerFormat, ChatShape, CompletionShape, Result, Shape, Timings, Usage, event
+from router.front.formats import AnswerFormat, ChatShape, CompletionShape, Shape, event
 from router.front.generation import GenerationService
 from router.front.keys import Gatekeeper
-from router.front.logprobs import ShownToken
 from router.front.parsing import parse_chat, parse_completion, shown
 from router.front.plan import Plan, Planner
 from router.front.routes import Found, RouteTable, WrongMethod
 from router.front.schema import GenerationRequest
+from router.front.token_desk import TokenDesk
 from router.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -61,10 +62,13 @@ class Front:
         self._tokenizer = tokenizer
         self._config = config or FrontConfig()
         self._created = int(time.time())
+        self._desk = TokenDesk(tokenizer, self._check_model, self._max_model_len)
         self._routes: RouteTable[Handler] = RouteTable(
             {
                 "/v1/chat/completions": {"POST": self._chat},
                 "/v1/completions": {"POST": self._completion},
+                "/tokenize": {"POST": self._tokenize},
+                "/detokenize": {"POST": self._detokenize},
                 "/v1/models": {"GET": self._models},
                 "/v1/models/": {"GET": self._model},
                 "/health": {"GET": self._health},
@@ -112,11 +116,29 @@ class Front:
     async def _generate(
         self, exchange: Exchange, shape: Shape, parse: Callable[[bytes], R], plan: Callable[[Planner, R], Plan]
     ) -> None:
+        with self._entered(exchange):
+            await self._generate_for(exchange, shape, parse, plan)
+
+    @contextmanager
+    def _entered(self, exchange: Exchange) -> Iterator[None]:
+        """Around what a key may do so often, and so much of at a time."""
         self._gatekeeper.enter(exchange.holder, time.monotonic())
         try:
-            await self._generate_for(exchange, shape, parse, plan)
+            yield
         finally:
             self._gatekeeper.leave(exchange.holder)
+
+    async def _tokenize(self, exchange: Exchange, _: str) -> None:
+        await self._at_desk(exchange, self._desk.tokenize)
+
+    async def _detokenize(self, exchange: Exchange, _: str) -> None:
+        await self._at_desk(exchange, self._desk.detokenize)
+
+    async def _at_desk(self, exchange: Exchange, answer: Callable[[bytes], bytes]) -> None:
+        with self._entered(exchange):
+            body = await exchange.read_body(self._config.max_body_bytes)
+            told = answer(body) if len(body) < LONG_BODY_BYTES else await asyncio.to_thread(answer, body)
+            await exchange.respond(200, told)
 
     async def _generate_for(
         self, exchange: Exchange, shape: Shape, parse: Callable[[bytes], R], plan: Callable[[Planner, R], Plan]
@@ -137,11 +159,10 @@ class Front:
                 self._service.model,
                 include_usage=ready.include_usage,
                 timings=exchange.header(b"x-kvferry-timings") == b"1",
-                logprobs=ready.generations[0].sampling.logprobs is not None,
+                logprobs=ready.logprobs is not None,
             )
             choices = Choices(self._service, self._tokenizer, ready)
-            send = _stream if ready.stream else _collect
-            await send(exchange, form, choices, ready.prompt_tokens)
+            await Answer(exchange, form, choices, ready, self._tokenizer).send()
 
         await exchange.until_gone(work())
 
@@ -209,56 +230,3 @@ async def _refuse(exchange: Exchange, error: KVFerryError) -> None:
         # The rest of the body may still be on its way; nothing else may be read from this connection.
         headers.append((b"connection", b"close"))
     await exchange.respond(status, error_body(error), headers=headers)
-
-
-async def _collect(exchange: Exchange, form: AnswerFormat, choices: Choices, prompt_tokens: int) -> None:
-    """Answer with one object."""
-    texts: list[list[str]] = [[] for _ in choices.texts]
-    tokens: list[list[ShownToken]] = [[] for _ in choices.texts]
-    results: dict[int, Result] = {}
-    async with aclosing(choices.pieces()) as pieces:
-        async for index, piece in pieces:
-            texts[index].append(piece.text)
-            tokens[index].extend(piece.tokens)
-            if piece.finish_reason is not None:
-                results[index] = Result("".join(texts[index]), piece.finish_reason, tuple(tokens[index]))
-    ordered = [results[index] for index in range(len(texts))]
-    await exchange.respond(200, form.whole(ordered, _usage(choices, prompt_tokens), _timings(choices)))
-
-
-async def _stream(exchange: Exchange, form: AnswerFormat, choices: Choices, prompt_tokens: int) -> None:
-    """Answer with events, the first of them when the first token is there: until then an error has its own status."""
-    opened: set[int] = set()
-    open_choices = len(choices.texts)
-    async with aclosing(choices.pieces()) as pieces:
-        async for index, piece in pieces:
-            data = b""
-            if not exchange.started:
-                await exchange.start_events()
-            if index not in opened:
-                opened.add(index)
-                data = form.opening(index)
-            if piece.text or piece.tokens:
-                data += form.text(index, piece.text, piece.tokens)
-            if piece.finish_reason is not None:
-                closing = form.closing(index, piece.finish_reason)
-                open_choices -= 1
-                if not open_choices:
-                    ending = form.ending(closing, _usage(choices, prompt_tokens), _timings(choices))
-                    await exchange.end(data + ending)
-                    return
-                data += event(closing)
-            if data:
-                await exchange.write(data)
-
-
-def _usage(choices: Choices, prompt_tokens: int) -> Usage:
-    return Usage(
-        prompt_tokens=prompt_tokens,
-        completion_tokens=sum(text.tokens for text in choices.texts),
-        cached_tokens=sum(text.report.cached_tokens for text in choices.texts if text.report is not None),
-    )
-
-
-def _timings(choices: Choices) -> Timings:
-    return tuple(text.report for text in choices.texts)

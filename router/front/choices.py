@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 
 from protocol.errors import InvariantViolation
-from router.front.generation import GenerationService
+from router.front.generation import GenerationService, Output
 from router.front.plan import Plan
 from router.front.text import OutputText, Piece, TextDecoder
 
@@ -26,14 +26,24 @@ class Choices:
 
     Attributes:
         texts: by index; their token counts and reports are final once all pieces came.
+        leaders: for each the index of the first one of the same prompt.
     """
 
     def __init__(self, service: GenerationService, decoder: TextDecoder, plan: Plan) -> None:
         self._service = service
         self._plan = plan
         self.texts = tuple(
-            OutputText(decoder, plan.stops, generation.sampling.min_tokens) for generation in plan.generations
+            OutputText(
+                decoder,
+                plan.stops,
+                generation.sampling.min_tokens,
+                shows_tokens=plan.logprobs is not None,
+                echo=plan.echoes[index // plan.candidates] if plan.echoes else None,
+                silent=plan.silent,
+            )
+            for index, generation in enumerate(plan.generations)
         )
+        self.leaders = plan.leaders()
 
     def pieces(self) -> AsyncGenerator[Indexed, None]:
         """Pieces of all choices as they come, each with its choice's index.
@@ -41,12 +51,14 @@ class Choices:
         Raises:
             KVFerryError: one choice failed; the others are closed.
         """
-        return self._one(0) if len(self.texts) == 1 else self._all()
+        if len(self.texts) > 1:
+            return self._all()
+        return self._one(0, self._service.generate(self._plan.generations[0]))
 
-    async def _one(self, index: int) -> AsyncGenerator[Indexed, None]:
+    async def _one(self, index: int, source: AsyncGenerator[Output, None]) -> AsyncGenerator[Indexed, None]:
         text = self.texts[index]
         last: Piece | None = None
-        async with aclosing(self._service.generate(self._plan.generations[index])) as outputs:
+        async with aclosing(source) as outputs:
             async for output in outputs:
                 piece = text.push(output)
                 if piece.finish_reason is None:
@@ -65,47 +77,40 @@ class Choices:
     async def _all(self) -> AsyncGenerator[Indexed, None]:
         queue: asyncio.Queue[Indexed | Exception | None] = asyncio.Queue(QUEUED_PIECES)
 
-        # Choices of one prompt begin once the first of them has its first token: they find the prompt in the caches.
-        first_token = [asyncio.Event() for _ in self.texts]
-
-        async def feed(index: int) -> None:
+        async def feed(index: int, outputs: AsyncGenerator[Output, None]) -> None:
             try:
-                async with aclosing(self._one(index)) as source:
+                async with aclosing(self._one(index, outputs)) as source:
                     async for piece in source:
-                        first_token[index].set()
                         await queue.put(piece)
             except Exception as error:  # it is raised again where the pieces are read
                 await queue.put(error)
             else:
                 await queue.put(None)
 
-        async def follow(index: int, leader: int) -> None:
-            await first_token[leader].wait()
-            await feed(index)
+        tasks: list[asyncio.Task[None]] = []
+        with ExitStack() as admitted:
+            try:
+                for indices in self._by_prompt():
+                    generations = [self._plan.generations[index] for index in indices]
+                    sources = admitted.enter_context(self._service.together(generations))
+                    tasks += [asyncio.create_task(feed(*each)) for each in zip(indices, sources, strict=True)]
+                open_choices = len(tasks)
+                while open_choices:
+                    item = await queue.get()
+                    if isinstance(item, Exception):
+                        raise item
+                    if item is None:
+                        open_choices -= 1
+                    else:
+                        yield item
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
-        leaders = self._leaders()
-        tasks = [
-            asyncio.create_task(feed(index) if leader == index else follow(index, leader))
-            for index, leader in enumerate(leaders)
-        ]
-        try:
-            open_choices = len(tasks)
-            while open_choices:
-                item = await queue.get()
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    open_choices -= 1
-                else:
-                    yield item
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _leaders(self) -> list[int]:
-        """For each choice the first one of the same prompt."""
-        first: dict[tuple[int, ...], int] = {}
-        return [
-            first.setdefault(generation.token_ids, index) for index, generation in enumerate(self._plan.generations)
-        ]
+    def _by_prompt(self) -> list[list[int]]:
+        """Indices of the choices, those of one prompt together."""
+        groups: dict[int, list[int]] = {}
+        for index, leader in enumerate(self.leaders):
+            groups.setdefault(leader, []).append(index)
+        return list(groups.values())

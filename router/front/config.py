@@ -15,6 +15,8 @@ class FrontConfig:
         max_body_bytes: longest request body.
         max_batch: most prompts in one completion request.
         default_max_tokens: output tokens of a completion whose client names no number.
+        max_prompt_logprobs: most log-probabilities of prompt tokens in one answer: prompt tokens times one more than
+            the alternatives of each, over all choices.
         send_timeout: seconds that a client may leave an answer unread before it counts as gone.
 
     Raises:
@@ -24,10 +26,11 @@ class FrontConfig:
     max_body_bytes: int = 4 << 20
     max_batch: int = 64
     default_max_tokens: int = 16
+    max_prompt_logprobs: int = 1 << 19
     send_timeout: float = 60.0
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_batch", "default_max_tokens"):
+        for name in ("max_body_bytes", "max_batch", "default_max_tokens", "max_prompt_logprobs"):
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}", field=name)

@@ -53,6 +53,9 @@ class Usage:
         }
 
 
+PromptList = list[dict[str, Any] | None]
+"""What is shown of each token of a prompt."""
+
 Timings = tuple[GenerationReport | None, ...]
 """Reports of all choices, by index; None for one that gave none."""
 
@@ -78,6 +81,9 @@ class Shape(Protocol):
 
     def logprobs(self, tokens: Sequence[ShownToken]) -> dict[str, Any]:
         """The log-probabilities of a choice, or of one chunk of it."""
+
+    def add_prompts(self, answer: dict[str, Any], prompts: Sequence[PromptList]) -> None:
+        """Put what is shown of each choice's prompt into ``answer``, where vLLM's API has it."""
 
 
 class ChatShape:
@@ -107,6 +113,10 @@ class ChatShape:
         """One object per token."""
         return chat_logprobs(tokens)
 
+    def add_prompts(self, answer: dict[str, Any], prompts: Sequence[PromptList]) -> None:
+        """All choices have one prompt."""
+        answer["prompt_logprobs"] = prompts[0]
+
 
 class CompletionShape:
     """``text_completion``."""
@@ -134,6 +144,11 @@ class CompletionShape:
     def logprobs(self, tokens: Sequence[ShownToken]) -> dict[str, Any]:
         """One list per kind of value."""
         return completion_logprobs(tokens)
+
+    def add_prompts(self, answer: dict[str, Any], prompts: Sequence[PromptList]) -> None:
+        """Each choice has its own."""
+        for choice, prompt in zip(answer["choices"], prompts, strict=True):
+            choice["prompt_logprobs"] = prompt
 
 
 class AnswerFormat:
@@ -189,8 +204,10 @@ class AnswerFormat:
         # Both are objects with at least one field: one runs on into the other.
         return event(last[:-1] + b"," + _encode(extra)[1:] if extra else last) + DONE
 
-    def whole(self, results: list[Result], usage: Usage, timings: Timings) -> bytes:
-        """The JSON of an answer that is not streamed."""
+    def whole(
+        self, results: list[Result], usage: Usage, timings: Timings, prompts: Sequence[PromptList] | None = None
+    ) -> bytes:
+        """The JSON of an answer that is not streamed; with ``prompts``, what is shown of each choice's."""
         choices = [
             _choice(index, self._shape.whole(result.text), result.finish_reason) for index, result in enumerate(results)
         ]
@@ -198,6 +215,8 @@ class AnswerFormat:
             for choice, result in zip(choices, results, strict=True):
                 choice["logprobs"] = self._shape.logprobs(result.tokens)
         answer = {**self._head, "object": self._shape.whole_object, "choices": choices, "usage": usage.to_json()}
+        if prompts is not None:
+            self._shape.add_prompts(answer, prompts)
         return _encode({**answer, **self._timed(timings)})
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:

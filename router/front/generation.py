@@ -5,10 +5,12 @@ The front speaks token ids through :class:`GenerationService` and knows nothing 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from protocol.prompt_logprobs import LogprobTable
 from protocol.sampling import FinishReason, SamplingParams, TokenLogprobs
 
 
@@ -21,12 +23,14 @@ class Generation:
         sampling: how to draw; end-of-sequence ids are among its stop token ids.
         cache_salt: prefix-cache namespace.
         timeout: seconds for the whole request; None takes the service's default.
+        prompt_logprobs: how many alternatives are wanted beside each prompt token's log-probability; None wants none.
     """
 
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     cache_salt: str = ""
     timeout: float | None = None
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -76,12 +80,14 @@ class Output:
         report: set on the last output. An earlier output may carry what is known so far: it is all that a
             generation closed by a stop string ever reports.
         logprobs: one per token where the sampling asks for them, none elsewhere.
+        prompt_logprobs: on the first output, a row for each prompt token but the first; where they were asked for.
     """
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     report: GenerationReport | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[LogprobTable, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -119,6 +125,22 @@ class GenerationService(Protocol):
 
         Raises:
             KVFerryError: before the first output where it can.
+        """
+
+    def together(
+        self, generations: Sequence[Generation]
+    ) -> AbstractContextManager[tuple[AsyncGenerator[Output, None], ...]]:
+        """Continue one prompt several times: it is computed once, and its blocks cross once.
+
+        Args:
+            generations: of one prompt, differing by their seeds alone.
+
+        Returns:
+            A context with the outputs of each, as :meth:`generate` gives them. Closing one cancels that one; leaving
+            the context cancels whatever has not ended.
+
+        Raises:
+            KVFerryError: on entering it.
         """
 
     def health(self) -> ServiceHealth:

@@ -9,7 +9,7 @@ The file holds hashes, never keys; ``kvferry key NAME`` makes an entry::
         max_requests: 32           # at the same time; no bound where it is left out
 
 Life cycle of a :class:`Gatekeeper`: made once; :meth:`~Gatekeeper.check` for every request, :meth:`~Gatekeeper.enter`
-and :meth:`~Gatekeeper.leave` around those that generate. It reads no clock.
+and :meth:`~Gatekeeper.leave` around those that generate or tokenise. It reads no clock.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Gatekeeper:
         return holder
 
     def enter(self, holder: Holder | None, now: float) -> None:
-        """A request that generates begins.
+        """A request that generates, or tokenises, begins.
 
         Raises:
             RateLimited: the key may not ask now.

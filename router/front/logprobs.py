@@ -21,32 +21,34 @@ class Spelling(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ShownToken:
-    r"""One output token with its log-probabilities.
+    r"""One token of a prompt or an output with its log-probabilities.
 
     Attributes:
         token: its text; ``bytes:\xe2\x82`` where it is no text by itself.
         raw: its bytes.
-        logprob: of it.
+        logprob: of it; None for the first token of a prompt, which nothing stands before.
         top: ``(text, bytes, log-probability)`` of the alternatives, most likely first.
-        offset: characters of the output before it.
+        offset: characters of the text before it.
     """
 
     token: str
     raw: bytes
-    logprob: float
+    logprob: float | None
     top: tuple[tuple[str, bytes, float], ...]
     offset: int
 
     @classmethod
-    def of(cls, spelling: Spelling, token_id: int, logprobs: TokenLogprobs, offset: int) -> ShownToken:
+    def of(cls, spelling: Spelling, token_id: int, logprobs: TokenLogprobs | None, offset: int) -> ShownToken:
         """``token_id`` as a client sees it."""
         raw = spelling.token_bytes(token_id)
+        if logprobs is None:
+            return cls(shown_text(raw), raw, None, (), offset)
         alternatives = [(spelling.token_bytes(other), value) for other, value in logprobs.top]
         return cls(
-            token=_text(raw),
+            token=shown_text(raw),
             raw=raw,
             logprob=max(logprobs.logprob, LEAST),
-            top=tuple((_text(other), other, max(value, LEAST)) for other, value in alternatives),
+            top=tuple((shown_text(other), other, max(value, LEAST)) for other, value in alternatives),
             offset=offset,
         )
 
@@ -74,12 +76,15 @@ def completion_logprobs(tokens: Sequence[ShownToken]) -> dict[str, Any]:
     return {
         "tokens": [shown.token for shown in tokens],
         "token_logprobs": [shown.logprob for shown in tokens],
-        "top_logprobs": [{text: logprob for text, _, logprob in shown.top} for shown in tokens],
+        "top_logprobs": [
+            None if shown.logprob is None else {text: logprob for text, _, logprob in shown.top} for shown in tokens
+        ],
         "text_offset": [shown.offset for shown in tokens],
     }
 
 
-def _text(raw: bytes) -> str:
+def shown_text(raw: bytes) -> str:
+    r"""The text of a token's bytes; ``bytes:\xe2\x82`` where they are none by themselves."""
     try:
         return raw.decode()
     except UnicodeDecodeError:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import msgspec
 
 from protocol.errors import InvalidRequest, UnsupportedField
-from router.front.schema import ChatMessage, ChatRequest, CompletionRequest, ContentPart, GenerationRequest
+from router.front.schema import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    ContentPart,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 
-R = TypeVar("R", bound=GenerationRequest)
+R = TypeVar("R", bound=msgspec.Struct)
 
 MAX_SHOWN = 100
 """Characters of an offending value that an error message shows."""
@@ -24,6 +31,8 @@ _STEP = re.compile(r"\.?(?P<key>[^.\[]+)|\[(?P<index>\d+|\.\.\.)\]")
 
 _chats = msgspec.json.Decoder(ChatRequest)
 _completions = msgspec.json.Decoder(CompletionRequest)
+_tokenizes = msgspec.json.Decoder(TokenizeRequest)
+_detokenizes = msgspec.json.Decoder(DetokenizeRequest)
 
 
 def _number(neutral: float) -> Callable[[Any], bool]:
@@ -39,7 +48,6 @@ def _false(value: Any) -> bool:
 
 
 UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
-    "echo": _false,
     "suffix": _empty,
     "tools": _empty,
     "functions": _empty,
@@ -47,6 +55,7 @@ UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     "function_call": lambda value: value in ("none", "auto"),
     "modalities": lambda value: value == ["text"],
     "audio": _empty,
+    "continue_final_message": _false,
 }
 """Fields that are known and not served, with the test for a value that asks for nothing (null always does)."""
 
@@ -75,14 +84,39 @@ def parse_completion(body: bytes) -> CompletionRequest:
     return _parse(_completions, body)
 
 
-def chat_messages(request: ChatRequest) -> list[dict[str, str]]:
+def parse_tokenize(body: bytes) -> TokenizeRequest:
+    """The tokenize request in ``body``; raises as :func:`parse_chat`, and unless it has a prompt or messages."""
+    request = _parse(_tokenizes, body)
+    if (request.prompt is None) == (request.messages is None):
+        raise InvalidRequest("either prompt or messages is required, and not both", field="prompt")
+    return request
+
+
+def parse_detokenize(body: bytes) -> DetokenizeRequest:
+    """The detokenize request in ``body``; raises as :func:`parse_chat`."""
+    return _parse(_detokenizes, body)
+
+
+def check_token_ids(token_ids: Iterable[int], vocab_size: int, where: str) -> None:
+    """Refuse ids that no token has.
+
+    Raises:
+        InvalidRequest: names the field, with the index, and the value.
+    """
+    for index, token_id in enumerate(token_ids):
+        if token_id >= vocab_size:
+            field = f"{where}[{index}]"
+            raise InvalidRequest(f"{field} must be a token id of at most {vocab_size - 1}, got {token_id}", field=field)
+
+
+def chat_messages(messages: Iterable[ChatMessage]) -> list[dict[str, str]]:
     """The messages as templates want them: a role they know, and plain text.
 
     Raises:
         InvalidRequest: a role is unknown or a content is missing.
         UnsupportedField: a content part or a role that is not served.
     """
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(request.messages)]
+    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
 def _parse(decoder: msgspec.json.Decoder[R], body: bytes) -> R:

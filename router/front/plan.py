@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from protocol.errors import ContextLengthExceeded, InvalidRequest, UnsupportedField
+from protocol.errors import ContextLengthExceeded, InvalidRequest
 from protocol.grammar import Grammar
 from protocol.sampling import MAX_STOP_TOKEN_IDS, SamplingParams
 from router.front.config import FrontConfig
+from router.front.echo import Echo
 from router.front.generation import Generation
-from router.front.parsing import chat_messages, shown
+from router.front.parsing import chat_messages, check_token_ids, shown
 from router.front.schema import ChatRequest, CompletionRequest, GenerationRequest
 from router.front.structure import wanted_grammar
 from router.tokenizer import Tokenizer
@@ -32,6 +33,12 @@ class Plan:
         stream: whether the answer is sent as events.
         include_usage: whether a stream ends with a usage chunk.
         prompt_tokens: of all prompts; one that several choices continue counts once.
+        candidates: generations of each prompt, which follow each other.
+        kept: how many of them become choices: the likeliest per token, where they are more.
+        logprobs: alternatives that choices show beside each output token; None shows no log-probabilities.
+        prompt_logprobs: the same of prompt tokens, in a field of their own.
+        echoes: of each prompt, where it goes before its output; empty where none does.
+        silent: nothing of the output is shown.
     """
 
     generations: tuple[Generation, ...]
@@ -39,6 +46,41 @@ class Plan:
     stream: bool
     include_usage: bool
     prompt_tokens: int
+    candidates: int = 1
+    kept: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echoes: tuple[Echo, ...] = ()
+    silent: bool = False
+
+    def leaders(self) -> list[int]:
+        """For each generation the index of the first one of the same prompt."""
+        first: dict[tuple[int, ...], int] = {}
+        return [first.setdefault(generation.token_ids, index) for index, generation in enumerate(self.generations)]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of a request: its ids, the field that it came from, and its text where that was sent."""
+
+    token_ids: tuple[int, ...]
+    where: str
+    text: str | None
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What chats and completions ask for by different fields.
+
+    Attributes:
+        logprobs: alternatives beside each output token; None shows no log-probabilities.
+        echo: whether the prompt goes before the output.
+        best_of: candidates of each prompt; None makes as many as are shown.
+    """
+
+    logprobs: int | None
+    echo: bool = False
+    best_of: int | None = None
 
 
 class Planner:
@@ -61,33 +103,39 @@ class Planner:
         Raises:
             InvalidRequest: a value is out of range, or the prompt is too long; names the field.
         """
-        prompt = self._tokenizer.encode_chat(chat_messages(request))
+        prompt = self._tokenizer.encode_chat(chat_messages(request.messages))
         given = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         budget = OutputBudget(given, field, None)
         if request.top_logprobs is not None and not request.logprobs:
             raise InvalidRequest("top_logprobs is allowed only with logprobs set", field="top_logprobs")
-        logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        return self._plan(request, ((prompt, "messages"),), budget, logprobs)
+        wishes = Wishes(logprobs=(request.top_logprobs or 0) if request.logprobs else None)
+        return self._plan(request, (Prompt(prompt, "messages", None),), budget, wishes)
 
     def completion(self, request: CompletionRequest) -> Plan:
         """The plan for a completion, one choice per prompt; raises as :meth:`chat`."""
-        budget = OutputBudget(request.max_tokens, "max_tokens", self._config.default_max_tokens)
-        if request.best_of is not None and request.best_of != (request.n or 1):
-            raise UnsupportedField(
-                f"best_of other than n is not supported, got {request.best_of} with n {request.n or 1}", field="best_of"
+        echo = bool(request.echo)
+        least = 0 if echo else 1
+        budget = OutputBudget(request.max_tokens, "max_tokens", self._config.default_max_tokens, least)
+        kept = request.n or 1
+        best_of = request.best_of or kept
+        if best_of < kept:
+            raise InvalidRequest(f"best_of must be at least n, got {best_of} with n {kept}", field="best_of")
+        if request.stream and best_of > kept:
+            raise InvalidRequest(
+                f"best_of above n is not available with stream, got {best_of} with n {kept}", field="best_of"
             )
-        return self._plan(request, tuple(self._prompts(request)), budget, request.logprobs)
+        wishes = Wishes(logprobs=request.logprobs, echo=echo, best_of=best_of)
+        return self._plan(request, tuple(self._prompts(request)), budget, wishes)
 
-    def _prompts(self, request: CompletionRequest) -> Iterator[tuple[tuple[int, ...], str]]:
-        """Each prompt's token ids, with the name of where it came from."""
+    def _prompts(self, request: CompletionRequest) -> Iterator[Prompt]:
         prompt = request.prompt
         if isinstance(prompt, str):
-            yield self._encode(prompt, "prompt"), "prompt"
+            yield self._encode(prompt, "prompt")
             return
         tokens = tuple(entry for entry in prompt if isinstance(entry, int))
         if tokens and len(tokens) == len(prompt):
-            yield self._check_ids(tokens, "prompt"), "prompt"
+            yield self._check(tokens, "prompt")
             return
         if tokens:
             raise InvalidRequest(f"prompt mixes token ids and other things: {shown(prompt)}", field="prompt")
@@ -98,53 +146,59 @@ class Planner:
         for index, entry in enumerate(prompt):
             where = f"prompt[{index}]"
             if isinstance(entry, str):
-                yield self._encode(entry, where), where
+                yield self._encode(entry, where)
             elif isinstance(entry, list):
-                yield self._check_ids(tuple(entry), where), where
+                yield self._check(tuple(entry), where)
 
-    def _encode(self, text: str, where: str) -> tuple[int, ...]:
+    def _encode(self, text: str, where: str) -> Prompt:
         # Checked before the tokenizer puts its own tokens around it.
         if not text:
             raise InvalidRequest(f"{where} is empty", field=where)
-        return self._tokenizer.encode(text)
+        return Prompt(self._tokenizer.encode(text), where, text)
 
-    def _check_ids(self, token_ids: tuple[int, ...], where: str) -> tuple[int, ...]:
-        largest = self._tokenizer.vocab_size - 1
-        for index, token_id in enumerate(token_ids):
-            if token_id > largest:
-                field = f"{where}[{index}]"
-                raise InvalidRequest(f"{field} must be a token id of at most {largest}, got {token_id}", field=field)
-        return token_ids
+    def _check(self, token_ids: tuple[int, ...], where: str) -> Prompt:
+        check_token_ids(token_ids, self._tokenizer.vocab_size, where)
+        return Prompt(token_ids, where, None)
 
     def _plan(
         self,
         request: GenerationRequest,
-        prompts: tuple[tuple[tuple[int, ...], str], ...],
+        prompts: tuple[Prompt, ...],
         budget: OutputBudget,
-        logprobs: int | None,
+        wishes: Wishes,
     ) -> Plan:
-        copies = request.n or 1
-        if copies * len(prompts) > self._config.max_batch:
+        kept = request.n or 1
+        candidates = wishes.best_of or kept
+        if candidates * len(prompts) > self._config.max_batch:
+            field = "best_of" if candidates > kept else "n"
             raise InvalidRequest(
-                f"n must leave at most {self._config.max_batch} choices, got {copies} of {len(prompts)} prompts",
-                field="n",
+                f"{field} must leave at most {self._config.max_batch} choices, got {candidates} of {len(prompts)} "
+                "prompts",
+                field=field,
             )
+        told = self._told_of_prompts(request, prompts, wishes)
+        # Candidates are ranked by them, whether the client sees them or not.
+        logprobs = 0 if wishes.logprobs is None and candidates > kept else wishes.logprobs
         seed = secrets.randbits(63) if request.seed is None else request.seed & SEED_MASK
         stop_token_ids = self._stop_token_ids(request)
         logit_bias = self._logit_bias(request)
         grammar = wanted_grammar(request)
-        generations = []
-        for token_ids, where in prompts:
-            max_tokens = budget.of(len(token_ids), where, self._max_model_len)
+        generations: list[Generation] = []
+        seen: set[tuple[int, ...]] = set()
+        for prompt in prompts:
+            max_tokens = budget.of(len(prompt.token_ids), prompt.where, self._max_model_len)
             sampling = _sampling(request, max_tokens, seed, stop_token_ids, logit_bias, logprobs, grammar)
-            for copy in range(copies):
+            for copy in range(candidates):
                 generation = Generation(
-                    token_ids=token_ids,
+                    token_ids=prompt.token_ids,
                     # Copies of one prompt are drawn apart, each the same again for the same seed.
                     sampling=msgspec.structs.replace(sampling, seed=(seed + copy) & SEED_MASK),
                     cache_salt=request.cache_salt or "",
                     timeout=request.timeout,
+                    # One generation of a prompt tells of its tokens; the others find the prompt in the caches.
+                    prompt_logprobs=None if prompt.token_ids in seen else told,
                 )
+                seen.add(prompt.token_ids)
                 generations.append(generation)
         options = request.stream_options
         if options is not None and not request.stream:
@@ -155,11 +209,36 @@ class Planner:
             stops=stops,
             stream=bool(request.stream),
             include_usage=options is not None and bool(options.include_usage),
-            prompt_tokens=sum(len(token_ids) for token_ids, _ in prompts),
+            prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
+            candidates=candidates,
+            kept=kept,
+            logprobs=wishes.logprobs,
+            prompt_logprobs=request.prompt_logprobs,
+            echoes=tuple(Echo.of(self._tokenizer, prompt.token_ids, prompt.text) for prompt in prompts)
+            if wishes.echo
+            else (),
+            silent=budget.given == 0,
         )
 
+    def _told_of_prompts(self, request: GenerationRequest, prompts: tuple[Prompt, ...], wishes: Wishes) -> int | None:
+        """How many alternatives of each prompt token the workers shall tell; None when nothing is to be told."""
+        if request.prompt_logprobs is not None and request.stream:
+            raise InvalidRequest("prompt_logprobs is not available with stream", field="prompt_logprobs")
+        wanted = {"prompt_logprobs": request.prompt_logprobs, "logprobs": wishes.logprobs if wishes.echo else None}
+        asked = {field: count for field, count in wanted.items() if count is not None}
+        tokens = (request.n or 1) * sum(len(prompt.token_ids) for prompt in prompts)
+        for field, count in asked.items():
+            if tokens * (count + 1) > self._config.max_prompt_logprobs:
+                raise InvalidRequest(
+                    f"{field} of {count} for {tokens} prompt tokens is {tokens * (count + 1)} log-probabilities, over "
+                    f"the bound of {self._config.max_prompt_logprobs}",
+                    field=field,
+                )
+        return max(asked.values(), default=None)
+
     def _stop_token_ids(self, request: GenerationRequest) -> tuple[int, ...]:
-        wanted = self._check_ids(tuple(request.stop_token_ids or ()), "stop_token_ids")
+        wanted = tuple(request.stop_token_ids or ())
+        check_token_ids(wanted, self._tokenizer.vocab_size, "stop_token_ids")
         own = () if request.ignore_eos else self._tokenizer.eos_token_ids
         merged = tuple(dict.fromkeys((*own, *wanted)))
         if len(merged) > MAX_STOP_TOKEN_IDS:
@@ -172,7 +251,7 @@ class Planner:
     def _logit_bias(self, request: GenerationRequest) -> tuple[tuple[int, float], ...]:
         # Keys that write the same id differently ("07") are one id, whose last value counts.
         biases = {int(key): bias for key, bias in (request.logit_bias or {}).items()}
-        self._check_ids(tuple(biases), "logit_bias")
+        check_token_ids(biases, self._tokenizer.vocab_size, "logit_bias")
         return tuple(sorted(biases.items()))
 
 
@@ -184,25 +263,29 @@ class OutputBudget:
         given: what it said, None when nothing.
         field: the field that said it.
         default: what is taken when nothing was said; None takes all that the context has left.
+        least: the lowest number that is allowed; with 0, one token is made and not shown.
     """
 
     given: int | None
     field: str
     default: int | None
+    least: int = 1
 
     def of(self, prompt_tokens: int, where: str, max_model_len: int | None) -> int:
         """Output tokens for a prompt of this length.
 
         Raises:
-            InvalidRequest: the prompt is empty, or the number is below 1.
+            InvalidRequest: the prompt is empty, or the number is too low.
             ContextLengthExceeded: prompt and output do not fit; names the counts.
         """
         if prompt_tokens == 0:
             raise InvalidRequest(f"{where} is empty", field=where)
-        if self.given is not None and self.given < 1:
-            raise InvalidRequest(f"{self.field} must be at least 1, got {self.given}", field=self.field)
+        if self.given is not None and self.given < self.least:
+            raise InvalidRequest(f"{self.field} must be at least {self.least}, got {self.given}", field=self.field)
+        if self.given is not None and max_model_len is None:
+            return max(1, self.given)
         if max_model_len is None:
-            return self.given or self.default or FrontConfig.default_max_tokens
+            return self.default or FrontConfig.default_max_tokens
         left = max_model_len - prompt_tokens
         if left < 1:
             raise ContextLengthExceeded(
@@ -216,7 +299,7 @@ class OutputBudget:
                 f"{prompt_tokens} in {where} and {self.given} in {self.field}",
                 field=self.field,
             )
-        return self.given
+        return max(1, self.given)
 
 
 def _sampling(

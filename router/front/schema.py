@@ -42,6 +42,9 @@ class ChatMessage(msgspec.Struct, frozen=True):
     function_call: Any = None
 
 
+Messages = Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+
 class StreamOptions(msgspec.Struct, frozen=True):
     """How a stream is sent."""
 
@@ -109,11 +112,13 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
 
+    prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     """Body of ``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -134,5 +139,27 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
-    echo: Any = None
+    echo: bool | None = None
+
     suffix: Any = None
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of ``POST /tokenize``: a prompt, or the messages of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+    tools: Any = None
+    continue_final_message: Any = None
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of ``POST /detokenize``."""
+
+    tokens: list[TokenId]
+    model: str | None = None

@@ -8,8 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from protocol.prompt_logprobs import LogprobTable
 from protocol.sampling import FinishReason
 from router.front.detokenizer import Decoder, Detokenizer
+from router.front.echo import Echo
 from router.front.generation import GenerationReport, Output
 from router.front.logprobs import ShownToken, Spelling
 from router.front.stop_strings import StopMatcher
@@ -26,7 +28,7 @@ class Piece:
     Attributes:
         text: may be empty.
         finish_reason: set on the last.
-        tokens: those that came with it, where log-probabilities were asked for; text may lag behind them.
+        tokens: those that came with it, where log-probabilities are shown; text may lag behind them.
     """
 
     text: str
@@ -37,23 +39,57 @@ class Piece:
 class OutputText:
     """The text of one choice.
 
+    Args:
+        decoder: of its tokens.
+        stops: strings that end it.
+        min_tokens: none of them does before so many tokens.
+        shows_tokens: whether pieces carry tokens with their log-probabilities, where the service tells them.
+        echo: the prompt that goes before it, where it does.
+        silent: nothing of the output is wanted, only its end.
+
     Attributes:
         tokens: output tokens so far, a final stop token included, none after a stop string.
         report: the newest that the service gave.
+        prompt_tables: what the service told of the prompt's tokens.
     """
 
-    def __init__(self, decoder: TextDecoder, stops: tuple[str, ...], min_tokens: int) -> None:
+    def __init__(
+        self,
+        decoder: TextDecoder,
+        stops: tuple[str, ...],
+        min_tokens: int,
+        *,
+        shows_tokens: bool = True,
+        echo: Echo | None = None,
+        silent: bool = False,
+    ) -> None:
         self._decoder = decoder
         self._detokenizer = Detokenizer(decoder)
         self._matcher = StopMatcher(stops)
         self._min_tokens = min_tokens
+        self._shows_tokens = shows_tokens
+        self._silent = silent
         self._characters = 0
+        self._logprob = 0.0
         self.tokens = 0
         self.report: GenerationReport | None = None
+        self.prompt_tables: tuple[LogprobTable, ...] = ()
+        if echo is not None:
+            self._characters = len(echo.text)
+            for token_id in echo.tail:
+                self._detokenizer.push(token_id)
+
+    @property
+    def mean_logprob(self) -> float:
+        """Log-probability per output token, a final stop token included."""
+        return self._logprob / max(1, self.tokens)
 
     def push(self, output: Output) -> Piece:
         """The piece for ``output``; on a stop string it ends there, whatever tokens follow."""
         self.report = output.report or self.report
+        self.prompt_tables += output.prompt_logprobs
+        if self._silent:
+            return Piece("", None if output.finish_reason is None else "length")
         token_ids = output.token_ids
         # The token that ended the request is counted, but it is no text.
         last = len(token_ids) - 1 if output.finish_reason == "stop" else len(token_ids)
@@ -62,12 +98,15 @@ class OutputText:
         for index, token_id in enumerate(token_ids[:last]):
             self.tokens += 1
             if output.logprobs:
+                self._logprob += output.logprobs[index].logprob
+            if output.logprobs and self._shows_tokens:
                 shown.append(ShownToken.of(self._decoder, token_id, output.logprobs[index], self._characters))
             text = self._detokenizer.push(token_id)
             self._characters += len(text)
             if self._add(text, parts):
                 return Piece("".join(parts), "stop", tuple(shown))
         self.tokens += len(token_ids) - last
+        self._logprob += sum(ending.logprob for ending in output.logprobs[last:])
         if output.finish_reason is not None:
             if self._add(self._detokenizer.flush(), parts):
                 return Piece("".join(parts), "stop", tuple(shown))

@@ -55,6 +55,17 @@ def test_a_model_alone_is_a_whole_configuration() -> None:
         ("model: m\ntransfer: {transport: inproc}", "transfer.transport", "'inproc'"),
         ("model: m\ntransfer: {wire_dtype: fp4}", "transfer.wire_dtype", "'fp4'"),
         ("model: m\ntransfer: {lease_ttl: 0}", "transfer.lease_ttl", "got 0"),
+        ("model: m\ntransfer: {gpudirect: maybe}", "transfer.gpudirect", "'maybe'"),
+        ("model: m\ntransfer: {gpudirect: 'on'}", "transfer.gpudirect", "wants transport 'ucx', got 'auto'"),
+        (
+            "model: m\ntransfer: {gpudirect: 'on', transport: ucx, checksum: true}",
+            *("transfer.gpudirect", "wants checksum false"),
+        ),
+        (
+            "model: m\ntransfer: {gpudirect: 'on', transport: ucx, wire_dtype: float16}",
+            *("transfer.gpudirect", "wants wire_dtype null"),
+        ),
+        ("model: m\nengine: {cuda_graph_batches: [1, two]}", "engine.cuda_graph_batches", "'two'"),
         ("model: m\nray: {object_store_memory: 1}", "ray.object_store_memory", "got 1"),
         ("model: m\nray: {start_timeout: .nan}", "ray.start_timeout", "nan"),
         ("model: m\nprefill: {limits: {max_waiting: [1]}}", "prefill.limits", "[1]"),
@@ -66,6 +77,16 @@ def test_an_error_names_the_path_and_the_value(text: str, field: str, said: str)
     assert caught.value.field == field
     assert field in caught.value.message
     assert said in caught.value.message
+
+
+def test_on_and_off_are_words_where_they_are_choices() -> None:
+    config = parse_config("model: m\ntransfer: {gpudirect: on, transport: ucx}\nengine: {cuda_graphs: off}")
+    assert (config.transfer.gpudirect, config.engine.cuda_graphs) == ("on", "off")
+    assert parse_config("model: m\ntransfer: {gpudirect: off, checksum: on}").transfer.checksum is True
+    for text, said in (("name: off", "False"), ("engine: {cuda_graphs: on}", "True")):
+        with pytest.raises(ConfigError, match=said):
+            parse_config(f"model: m\n{text}")
+    assert parse_config("model: m\nengine: {cuda_graph_batches: [1, 8]}").engine.cuda_graph_batches == (1, 8)
 
 
 @pytest.mark.parametrize(
@@ -195,6 +216,20 @@ def test_a_secret_is_in_no_text_that_might_be_logged() -> None:
     assert not [each for each in (*told, state) if SECRET in f"{each!r} {each}"]
     back = msgspec.json.decode(msgspec.json.encode(orders[0]), type=ActorOrder)
     assert (back, back.secret) == (orders[0], SECRET)
+
+
+def test_a_role_may_say_its_pool_the_other_way() -> None:
+    config = parse_config(
+        "model: m\nengine: {num_blocks: 64}\nprefill: {engine: {pool_memory: 1GiB}}\ndecode: {engine: {dtype: float32}}"
+    )
+    prefill_order, decode_order = (
+        order for order in worker_orders(config, ("tcp://h:1",), SECRET) if order.role != "router"
+    )
+    assert prefill_config(prefill_order, MODEL, "h").engine.pool_memory == "1GiB"
+    assert decode_config(decode_order, MODEL, "h").engine.num_blocks == 64
+    both = parse_config("model: m\nengine: {num_blocks: 64, pool_memory: 40%}")
+    with pytest.raises(ConfigError, match="num_blocks 64 and pool_memory '40%'"):
+        prefill_config(worker_orders(both, ("tcp://h:1",), SECRET)[0], MODEL, "h")
 
 
 def test_a_role_overrides_the_shared_engine() -> None:

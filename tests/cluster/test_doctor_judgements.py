@@ -13,6 +13,7 @@ from cluster.config import ClusterConfig, EngineSection, RaySection, RoleSection
 from cluster.doctor.cluster_file import examine_keys, judge_memory, judge_port
 from cluster.doctor.command import line, table
 from cluster.doctor.finding import Finding, diagnosis
+from cluster.doctor.gpudirect import judge_gpudirect
 from cluster.doctor.host import judge_clock, judge_files, judge_locked, judge_python, judge_shared_memory
 from cluster.doctor.kernels import judge_kernels
 from cluster.doctor.libraries import judge_gpus, judge_torch
@@ -20,6 +21,7 @@ from cluster.doctor.rdma import devices, judge_rdma
 from cluster.doctor.transports import SCHEMES, judge_transport
 from cluster.doctor.wish import Wish
 from kv_transfer.transport import SCHEMES as REGISTRY
+from kv_transfer.transport import GpuDirect
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -30,6 +32,14 @@ def wish(given: bool = True, **sections: Any) -> Wish:
 
 WISH = wish()
 ON_GPUS = wish(decode=RoleSection(replicas=3, gpus=1))
+
+
+def by_rdma(gpudirect: GpuDirect, *, checksum: bool = False) -> Wish:
+    transfer = TransferSection(transport="ucx", gpudirect=gpudirect, checksum=checksum)
+    return wish(transfer=transfer, decode=RoleSection(gpus=1))
+
+
+BY_UCX = by_rdma("auto")
 JOINED = wish(ray=RaySection(address="head:6379"), decode=RoleSection(gpus=1))
 
 
@@ -86,6 +96,18 @@ JOINED = wish(ray=RaySection(address="head:6379"), decode=RoleSection(gpus=1))
             *("broken", "no UCX", "auto"),
         ),
         (judge_rdma([], verbs=False), "note", "no RDMA is possible: this machine has no RDMA device", ""),
+        (
+            judge_gpudirect((), "no GPU", WISH),
+            "note",
+            "passes pinned host memory on its way to other hosts: no GPU",
+            "",
+        ),
+        (judge_gpudirect((), "no RDMA", BY_UCX), "warning", "passes pinned host memory", ""),
+        (judge_gpudirect((), "no RDMA", by_rdma("on")), "broken", "passes pinned host memory", "gpudirect to auto"),
+        (judge_gpudirect(("mlx5_0",), None, by_rdma("off")), "note", "switched off", ""),
+        (judge_gpudirect(("mlx5_0", "mlx5_1"), None, BY_UCX), "ok", "itself, by mlx5_0, mlx5_1", ""),
+        (judge_gpudirect(("mlx5_0",), None, by_rdma("auto", checksum=True)), "note", "not with checksums", ""),
+        (judge_gpudirect(("mlx5_0",), None, WISH), "note", "transport 'auto' does without", "transport ucx"),
     ],
 )
 def test_a_fact_and_its_verdict(finding: Finding, verdict: str, said: str, fix: str) -> None:

@@ -45,10 +45,10 @@ def test_without_a_driver_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
             make_receiver("cuda_ipc://*", memory)
         with pytest.raises(ConfigError, match=words):
             make_sender("cuda_ipc", memory)
-    assert listen_on_device("auto", SOMEWHERE, TransportConfig()) is None
+    assert listen_on_device("auto", "127.0.0.1", SOMEWHERE, TransportConfig()) is None
     with pytest.raises(ConfigError, match=words):
-        listen_on_device("cuda_ipc", SOMEWHERE, TransportConfig())
-    assert listen_on_device("tcp", SOMEWHERE, TransportConfig()) is None
+        listen_on_device("cuda_ipc", "127.0.0.1", SOMEWHERE, TransportConfig())
+    assert listen_on_device("tcp", "127.0.0.1", SOMEWHERE, TransportConfig()) is None
 
 
 def test_a_library_that_is_not_the_driver_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,8 @@ class Rack:
                 return False
             if load.open_leases or load.open_imports or load.waiting or load.running:
                 return False
+            if load.used_slots or load.empty_slots:
+                return False
             worker.pool.check_integrity()
             transfer = worker.transfer()
             assert (transfer.open, transfer.draining) == (0, 0), "what has ended is not counted so"

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from cuda_here import set_up
+from cuda_here import counted, set_up
 from oracle import Oracle
 from rack import Answer, rack
 from test_handoff_layouts import wire_of
 from test_handoff_text import prompts, shipped
+from ucx_here import need_ucx
 
 from engine.device_pool import DevicePool
 from engine.kv_cache import KVCache
@@ -111,6 +112,22 @@ async def test_from_pool_to_pool(on_a_stand_in: Path, tiny_llama_dir: Path, tiny
             assert answer.report.transport == "cuda_ipc"
         assert running.prefill[0]._exports._shipping._staging is None
         assert running.prefill[0].load().transport_fallbacks == 0
+
+
+@pytest.mark.ucx
+async def test_from_gpu_to_gpu_by_rdma(
+    on_a_stand_in: Path, gpudirect: Path, tiny_llama_dir: Path, tiny_oracle: Oracle
+) -> None:
+    need_ucx()
+    settings = {"gpudirect": "on"}
+    async with rack(tiny_llama_dir, transfer=settings, ship_by="ucx", listen_by="ucx") as running:
+        for prompt in prompts(tiny_oracle, (1, 4, 5, 37)):
+            answer = await running.ask(prompt)
+            assert answer.token_ids == tiny_oracle.greedy(prompt, 12), f"prompt of {len(prompt)}"
+            assert answer.report is not None
+            assert answer.report.transport == "ucx"
+        assert running.prefill[0]._exports._shipping._staging is None
+        assert counted(gpudirect, "flushes") > 0
 
 
 async def test_what_cannot_go_from_pool_to_pool_is_staged(

@@ -6,77 +6,16 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import httpx
 import pytest
+from http_stage import TOKENS, Stage, http_stage
 from oracle import Oracle
-from rack import MODEL, until
 from test_handoff_faults import prompt_of
-from tokenizers import Tokenizer
-
-from decode_worker.config import DecodeConfig
-from decode_worker.worker import DecodeWorker
-from engine.config import EngineConfig
-from prefill_worker.config import PrefillConfig
-from prefill_worker.worker import PrefillWorker
-from router.config import RouterConfig
-from router.server import RouterServer
-
-TOKENS = 8
-
-
-class Stage:
-    """One router with its front, one worker of each kind, and a client."""
-
-    def __init__(self, client: httpx.AsyncClient, workers: tuple[PrefillWorker, DecodeWorker], model: Path) -> None:
-        self._client = client
-        self._workers = workers
-        self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-
-    def text(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids)
-
-    async def complete(self, prompt: list[int], headers: dict[str, str] | None = None, **params: int) -> httpx.Response:
-        body = {"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, **params}
-        answer = await self._client.post("/v1/completions", json=body, headers=headers or {})
-        assert answer.status_code == 200, answer.text
-        return answer
-
-    def prefilled(self) -> int:
-        """Prompt tokens that were computed, not found."""
-        return self._workers[0].load().prefill_tokens
-
-    def at_baseline(self) -> bool:
-        for worker in self._workers:
-            load = worker.load()
-            if load.pool.free + load.pool.cached + load.pool.reserved != load.pool.total or load.running:
-                return False
-        return True
 
 
 @pytest.fixture
-async def stage(tiny_llama_dir: Path, tiny_oracle: Oracle) -> AsyncIterator[Stage]:
-    server = RouterServer(RouterConfig(model=MODEL, tokenizer=str(tiny_llama_dir), port=0, worker_timeout=15.0))
-    await server.start()
-    engine = EngineConfig(
-        model=str(tiny_llama_dir), dtype="float32", num_blocks=65, block_size=4, max_batch_tokens=16, threads=1
-    )
-    hubs = (server.hub_endpoint,)
-    workers = (
-        PrefillWorker(PrefillConfig(name="prefill-0", model_name=MODEL, engine=engine, routers=hubs)),
-        DecodeWorker(DecodeConfig(name="decode-0", model_name=MODEL, engine=engine, routers=hubs)),
-    )
-    try:
-        for worker in workers:
-            await worker.start()
-        await until(lambda: server.service.health().ready, "every heartbeat")
-        async with httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=60.0) as client:
-            made = Stage(client, workers, tiny_llama_dir)
-            yield made
-            await until(made.at_baseline, "the baseline of every pool")
-    finally:
-        await server.stop()
-        for worker in workers:
-            await worker.stop()
+async def stage(tiny_llama_dir: Path) -> AsyncIterator[Stage]:
+    async with http_stage(tiny_llama_dir) as made:
+        yield made
 
 
 async def test_live_requests_with_one_client_request_id(stage: Stage, tiny_oracle: Oracle) -> None:
@@ -96,5 +35,21 @@ async def test_three_continuations_of_one_prompt(stage: Stage, tiny_oracle: Orac
     truth = stage.text(tiny_oracle.greedy(prompt, TOKENS))
     assert [choice["text"] for choice in answer["choices"]] == [truth] * 3
     assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (len(prompt), 3 * TOKENS)
-    # Prefilled once: the others found all but the last block, for whose logits they computed it again.
-    assert stage.prefilled() == len(prompt) + 2 * (len(prompt) - len(prompt) // 4 * 4)
+    assert stage.prefilled() == len(prompt), "prefilled more than once"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_another_tenants_salt_hits_nothing(stage: Stage, path: str) -> None:
+    content = "the ferry carries the blocks across the water, and the blocks arrive in order"
+    asked: dict[str, object] = {"prompt": content} if path == "/v1/completions" else {}
+    if not asked:
+        asked["messages"] = [{"role": "user", "content": content}]
+    cached, texts = [], []
+    for salt in ("", "a", "b", "a", "b", ""):
+        answer = (await stage.post(path, {**asked, "cache_salt": salt})).json()
+        cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+        choice = answer["choices"][0]
+        texts.append(choice["text"] if "text" in choice else choice["message"]["content"])
+    assert cached[:3] == [0, 0, 0], "one salt's blocks were found under another"
+    assert min(cached[3:]) > 0, "the same salt finds its own"
+    assert len(set(texts)) == 1

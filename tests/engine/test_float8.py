@@ -170,6 +170,17 @@ def test_the_best_backend_of_a_cpu_takes_eight_bits() -> None:
 
 
 @pytest.mark.parametrize("kept", FLOAT8)
+def test_blocks_are_copied_to_the_bit(kept: CacheDtype) -> None:
+    cache = KVCache(KVLayout(num_layers=2, kv_heads=1, head_dim=64, block_size=4, dtype=kept), 5)
+    codes = torch.arange(cache.nbytes).to(torch.uint8).view(cache.tensor.shape)
+    codes[1:] += torch.arange(1, 5, dtype=torch.uint8).view(-1, 1, 1, 1, 1, 1)
+    cache.tensor.copy_(codes.view(cache.tensor.dtype))
+    before = cache.tensor.view(torch.uint8).clone()
+    cache.copy_blocks([(1, 3), (3, 4)])
+    assert torch.equal(cache.tensor.view(torch.uint8), before[[0, 1, 2, 1, 3]])
+
+
+@pytest.mark.parametrize("kept", FLOAT8)
 def test_the_same_memory_holds_twice_the_blocks(kept: CacheDtype) -> None:
     wide, narrow = (
         KVLayout(num_layers=3, kv_heads=2, head_dim=32, block_size=16, dtype=dtype) for dtype in ("bfloat16", kept)

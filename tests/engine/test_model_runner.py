@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.batch import BatchLimits, Chunk, flatten
-from engine.config import EngineConfig
+from engine.config import DEFAULT_BLOCKS, EngineConfig
 from engine.copy_queue import HostQueue
 from engine.kv_cache import KVCache
+from engine.pool_memory import PoolMemory
 from engine.runner import ModelRunner
 from protocol.errors import ConfigError, EngineFailure, InvariantViolation
 from protocol.layout import KVLayout
@@ -51,13 +52,46 @@ def test_a_bad_setting_is_named(field: str, value: object) -> None:
 
 
 def test_the_pool_must_hold_one_longest_sequence(tiny_llama_dir: Path) -> None:
-    assert EngineConfig(model="m", num_blocks=5, block_size=4, max_model_len=16).pool_tokens == 16
+    assert EngineConfig(model="m", num_blocks=5, block_size=4, max_model_len=16).longest(5) == 16
     with pytest.raises(ConfigError, match=r"max_model_len 17.*num_blocks 5"):
         EngineConfig(model="m", num_blocks=5, block_size=4, max_model_len=17)
     assert load(tiny_llama_dir, num_blocks=5, block_size=4).max_model_len == 16
     assert load(tiny_llama_dir, num_blocks=100).max_model_len == 512
     with pytest.raises(ConfigError, match=r"max_model_len 513.*512"):
         load(tiny_llama_dir, num_blocks=100, max_model_len=513)
+
+
+def test_a_pool_may_be_said_in_memory(tiny_llama_dir: Path) -> None:
+    def sized(pool_memory: str, **settings: object) -> ModelRunner:
+        return load(tiny_llama_dir, num_blocks=DEFAULT_BLOCKS, block_size=4, pool_memory=pool_memory, **settings)
+
+    block_bytes = load(tiny_llama_dir, num_blocks=5, block_size=4).layout.block_bytes
+    large = sized("1MiB")
+    assert (large.num_blocks, large.max_model_len) == ((1 << 20) // block_bytes, 512)
+    seventeen = f"{17 * block_bytes // 1024} KiB"
+    small = sized(seventeen)
+    assert (small.num_blocks, small.max_model_len) == (17, 64)
+    with pytest.raises(ConfigError, match=r"max_model_len 65 does not fit num_blocks 17 \(pool_memory '.*KiB'\)"):
+        sized(seventeen, max_model_len=65)
+    with pytest.raises(ConfigError, match=r"pool_memory comes to \d+ bytes, and the device has \d+ free"):
+        sized("900000TiB")
+    with pytest.raises(ConfigError, match=r"num_blocks 9 and pool_memory '1GiB' say the same thing"):
+        EngineConfig(model="m", num_blocks=9, pool_memory="1GiB")
+
+
+@pytest.mark.parametrize("said", ["", "12", "-1GiB", "0%", "101%", "1GB", "1 G", "half", "1e9GiB", 12])
+def test_what_is_no_amount_of_memory_is_named(said: object) -> None:
+    with pytest.raises(ConfigError, match=r"pool_memory must be an amount") as caught:
+        PoolMemory.parse(said)
+    assert repr(said) in caught.value.message
+
+
+def test_a_share_is_of_what_is_free() -> None:
+    layout = KVLayout(num_layers=2, kv_heads=2, head_dim=4, block_size=4, dtype="float32")
+    assert PoolMemory.parse("50%").blocks(layout, 10 * layout.block_bytes + 9) == 5
+    assert PoolMemory.parse("100 %").blocks(layout, 10 * layout.block_bytes) == 10
+    with pytest.raises(ConfigError, match="holds 1 blocks of 512; at least 2"):
+        PoolMemory.parse("10%").blocks(layout, 10 * layout.block_bytes)
 
 
 def test_a_device_that_is_not_there_is_refused(tiny_llama_dir: Path) -> None:

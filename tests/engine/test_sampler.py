@@ -168,6 +168,19 @@ def test_extreme_temperatures_still_draw(temperature: float) -> None:
 def test_logits_that_are_not_finite_are_an_error(bad: float) -> None:
     with pytest.raises(EngineFailure, match="not finite"):
         drawn(torch.tensor([[0.0, 1.0], [bad, 0.0]]), [SamplingParams()] * 2, [0, 0])
+    # What is drawn of them is looked up before it is known that they are none.
+    every = SamplingParams(logprobs=2, top_k=1, top_p=0.5, min_p=0.1)
+    with pytest.raises(EngineFailure, match="not finite"):
+        drawn(torch.tensor([[bad, bad]]), [every], [0])
+
+
+def test_a_greedy_row_among_others_keeps_its_own() -> None:
+    logits = random_logits(5, 40, 3)
+    asked = [SamplingParams(temperature=temperature, seed=3, logprobs=1) for temperature in (0.0, 1.0, 0.0, 2.0, 0.0)]
+    rows = [Row(each, position) for position, each in enumerate(asked)]
+    together = sample(logits, rows)
+    assert together == [sample(logits[index, None], rows[index : index + 1])[0] for index in range(5)]
+    assert [together[index].token_id for index in (0, 2, 4)] == logits[[0, 2, 4]].argmax(-1).tolist()
 
 
 @given(

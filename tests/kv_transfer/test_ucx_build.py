@@ -113,8 +113,8 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path) -> None:
 def test_what_the_user_sets_stands() -> None:
     assert tuning.settings({}) == dict(tuning.SETTINGS)
     assert "ZCOPY_THRESH" not in tuning.settings({"UCX_ZCOPY_THRESH": "0"})
-    assert tuning.log_level({}) == "fatal"
-    assert tuning.log_level({"UCX_LOG_LEVEL": "info"}) is None
+    assert tuning.process_settings({}) == {"LOG_LEVEL": "fatal", "MEMTYPE_CACHE": "n"}
+    assert tuning.process_settings({"UCX_LOG_LEVEL": "info"}) == {"MEMTYPE_CACHE": "n"}
 
 
 def test_transports_are_read_from_what_ucx_prints() -> None:

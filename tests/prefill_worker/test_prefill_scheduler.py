@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -68,6 +69,29 @@ def test_chunks_cover_the_prompt_once_and_end_on_block_borders(length: int) -> N
     assert covered == list(range(length))
     assert len(blocks) == -(-length // BLOCK) == len(set(blocks))
     assert pool.counts().active == len(blocks)
+
+
+@pytest.mark.parametrize("known", [1, 2, BLOCK, BLOCK + 1, 7, 2 * BLOCK + 1, 15, 16, 17, 18])
+def test_a_prompt_is_scored_from_the_first_unknown_token_on_whatever_is_cached(known: int) -> None:
+    subject, _ = scheduler(budget=BLOCK)
+    prompt = tuple(range(100, 118))
+    subject.add(request("a", prompt), ROUTER, 0.0)
+    run_out(subject)
+    asked = msgspec.structs.replace(request("b", prompt), prompt_logprobs=3, prompt_logprobs_from=known)
+    subject.add(asked, ROUTER, 0.0)
+    (admitted,) = subject.admit(0.0)
+    # Token ``known`` is scored by what stands before it, which is computed; what comes before that may be found.
+    assert admitted.prompt.cached_tokens == min(known - 1, len(prompt) - 1) // BLOCK * BLOCK
+    scored: list[int] = []
+    while step := subject.next_step():
+        (chunk,) = chunks_of(step)
+        if chunk.span is not None:
+            assert chunk.span.alternatives == 3
+            first = chunk.start + chunk.span.first + 1
+            assert chunk.span.targets == prompt[first : first + len(chunk.span.targets)]
+            scored += chunk.span.targets
+        subject.complete_step([Draw(7) if work.last else None for work in step])
+    assert tuple(scored) == prompt[known:]
 
 
 def test_several_prompts_share_a_step_within_its_budget() -> None:
@@ -230,6 +254,8 @@ class PrefillLife(RuleBasedStateMachine):
         if hasattr(self, "pool"):
             self.pool.check_integrity()
             assert self.pool.counts().leaked == 0
+            assert all(0 <= slots < BLOCK for slots in self.subject.empty_slots.values())
+            assert len(self.subject.empty_slots) <= self.subject.running
 
     def teardown(self) -> None:
         if not hasattr(self, "pool"):

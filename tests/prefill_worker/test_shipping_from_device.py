@@ -12,22 +12,28 @@ from pathlib import Path
 
 import pytest
 import torch
+from ucx_here import need_ucx
 
+from decode_worker.reception import Reception
 from engine.copy_queue import HostQueue
 from engine.device_pool import DevicePool
 from engine.kv_cache import KVCache
 from kv_transfer.instructions import Ship
 from kv_transfer.memory import DeviceMemory
-from kv_transfer.transport import Receiver, TransportConfig, Window, make_receiver
+from kv_transfer.transport import GpuDirect, Receiver, TransportConfig, Window, make_receiver
 from prefill_worker.shipping import Shipping
 from protocol.errors import ConfigError, EngineFailure, LayoutMismatch
 from protocol.ids import RequestKey
 from protocol.layout import KVLayout
+from protocol.wire_layout import WireLayout
 
 LAYOUT = KVLayout(num_layers=2, kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 OTHER = KVLayout(num_layers=2, kv_heads=2, head_dim=8, block_size=8, dtype="float32")
 BLOCKS = 12
 SOURCES, TARGETS = (7, 3, 9), (2, 4, 5)
+PATIENT = TransportConfig(timeout=5.0)
+ON = TransportConfig(timeout=5.0, gpudirect="on")
+BIND = {"cuda_ipc": "cuda_ipc://*", "shm": "shm://*", "ucx": "ucx://127.0.0.1:0"}
 
 
 class HeldQueue(HostQueue):
@@ -59,16 +65,16 @@ class HeldQueue(HostQueue):
 class Stage:
     """The parts."""
 
-    def __init__(self, scheme: str) -> None:
+    def __init__(self, scheme: str, config: TransportConfig) -> None:
         self.source, self.target = KVCache(LAYOUT, BLOCKS), KVCache(LAYOUT, BLOCKS)
         self.queue = HeldQueue()
         pool = DevicePool(self.source, self.queue)
-        self.shipping = Shipping(LAYOUT, pool, None, TransportConfig(timeout=5.0), 1 << 16)
-        if scheme == "cuda_ipc":
+        self.shipping = Shipping(LAYOUT, pool, None, config, 1 << 16, scheme)
+        if scheme in ("cuda_ipc", "ucx"):
             memory: memoryview | DeviceMemory = DeviceMemory(self.target.data_ptr, self.target.nbytes, 0)
         else:
             memory = self.target.memory()
-        self.receiver: Receiver = make_receiver(f"{scheme}://*", memory)
+        self.receiver: Receiver = make_receiver(BIND[scheme], memory)
 
     def order(self, targets: tuple[int, ...] = TARGETS) -> Ship:
         window = Window(secrets.token_bytes(16), targets, (1,) * len(targets), LAYOUT.block_bytes)
@@ -87,8 +93,8 @@ class Stage:
 
 
 @asynccontextmanager
-async def stage(scheme: str) -> AsyncIterator[Stage]:
-    made = Stage(scheme)
+async def stage(scheme: str, config: TransportConfig = PATIENT) -> AsyncIterator[Stage]:
+    made = Stage(scheme, config)
     try:
         yield made
     finally:
@@ -178,3 +184,78 @@ async def test_what_a_pool_cannot_be_shipped_by(monkeypatch: pytest.MonkeyPatch)
     await shipping.close()
     with pytest.raises(ConfigError):
         make_receiver("cuda_ipc://*", cache.memory())
+
+
+@pytest.mark.ucx
+@pytest.mark.usefixtures("on_a_device", "gpudirect")
+async def test_where_rdma_reaches_the_gpu_blocks_go_to_other_hosts_straight_and_after_their_step() -> None:
+    need_ucx()
+    async with stage("ucx", ON) as parts:
+        task = asyncio.create_task(parts.shipping.ship(parts.receiver.address, parts.order()))
+        await until(lambda: [each for each in threading.enumerate() if each.name.startswith("steps_")])
+        parts.source.tensor.copy_(torch.randn(parts.source.tensor.shape))
+        assert not task.done()
+        parts.queue.through.set()
+        assert (await task).nbytes == 3 * LAYOUT.block_bytes
+        assert torch.equal(parts.target.tensor[list(TARGETS)], parts.source.tensor[list(SOURCES)])
+        assert parts.shipping._staging is None
+        # What would have to be converted is not sent by a longer way.
+        order = parts.order((6, 7, 8))
+        fields = {name: getattr(order, name) for name in order.__dataclass_fields__}
+        with pytest.raises(LayoutMismatch, match=r"gpudirect is 'on'.*: (block_size: 4|sent as bfloat16)"):
+            parts.shipping.ways(Ship(**{**fields, "layout": OTHER}))
+
+
+@pytest.mark.ucx
+@pytest.mark.usefixtures("on_a_device")
+@pytest.mark.parametrize("gpudirect_is", ["auto", "off"])
+async def test_where_it_does_not_they_are_staged(gpudirect_is: GpuDirect, caplog: pytest.LogCaptureFixture) -> None:
+    need_ucx()
+    source, target = KVCache(LAYOUT, BLOCKS), KVCache(LAYOUT, BLOCKS)
+    source.tensor.normal_()
+    config = TransportConfig(timeout=5.0, gpudirect=gpudirect_is)
+    shipping = Shipping(LAYOUT, DevicePool(source, HostQueue()), None, config, 1 << 16, "ucx")
+    assert ("passes pinned host memory" in caplog.text) == (gpudirect_is == "auto")
+    receiver = make_receiver("ucx://127.0.0.1:0", target.memory())
+    window = Window(secrets.token_bytes(16), (2,), (1,), LAYOUT.block_bytes)
+    receiver.open(window, lambda _: None, lambda *_: None)
+    order = Ship(
+        key=RequestKey("r", 0),
+        ship_id=0,
+        addresses=(receiver.address,),
+        ticket=window.ticket,
+        layout=LAYOUT,
+        source_blocks=(5,),
+        target_blocks=(2,),
+        generations=(1,),
+        tokens=range(4),
+    )
+    await shipping.ship(receiver.address, order)
+    assert torch.equal(target.tensor[2], source.tensor[5])
+    assert shipping._staging is not None
+    await shipping.close()
+    await receiver.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "on_device", "said"),
+    [
+        ("ucx", False, "the pool is on no CUDA device"),
+        ("auto", True, "it is a matter of transport 'ucx', and this is 'auto'"),
+        ("ucx", True, "NVIDIA's driver finds no GPU"),
+    ],
+)
+async def test_gpudirect_that_must_be_and_cannot_is_refused_at_once(
+    mode: str, on_device: bool, said: str, cuda: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = KVCache(LAYOUT, BLOCKS)
+    if on_device:
+        monkeypatch.setattr(DevicePool, "device_index", 0)
+        monkeypatch.setattr("kv_transfer.cuda_ipc.driver.LIBRARY", "libcuda-is-not-here.so.1")
+    pool = DevicePool(cache, HostQueue()) if on_device else cache.memory()
+    with pytest.raises(ConfigError, match=f"gpudirect 'on' cannot be: {said}") as caught:
+        Shipping(LAYOUT, pool, None, ON, 1 << 16, mode)
+    assert caught.value.field == "gpudirect"
+    monkeypatch.setattr(KVCache, "in_host_memory", not on_device)
+    with pytest.raises(ConfigError, match=f"gpudirect 'on' cannot be: {said}"):
+        Reception(cache, HostQueue(), WireLayout(LAYOUT, None), mode, "127.0.0.1", ON)

@@ -6,6 +6,7 @@ import typing
 
 from hypothesis import strategies as st
 
+from protocol.forks import Fork
 from protocol.histogram import Histogram, Scale
 from protocol.ids import Peer, RequestKey
 from protocol.layout import KVLayout
@@ -30,6 +31,7 @@ from protocol.messages import (
     WorkerLoad,
     WorkerProfile,
 )
+from protocol.prompt_logprobs import LogprobTable, PromptLogprobs
 from protocol.sampling import SamplingParams
 from protocol.transfer_counts import SCALES, Outcome, PathCounts, TransferCounts
 
@@ -139,6 +141,14 @@ stage_times = st.builds(
     transport=st.sampled_from(["", "tcp", "ucx"]),
 )
 
+
+@st.composite
+def logprob_tables(draw: st.DrawFn) -> LogprobTable:
+    width, rows = draw(st.integers(0, 20)), draw(st.integers(1, 4))
+    columns = [draw(st.binary(min_size=4 * size, max_size=4 * size)) for size in (rows, rows, rows * width)]
+    return LogprobTable(width, *columns, draw(st.binary(min_size=len(columns[-1]), max_size=len(columns[-1]))))
+
+
 _leg = {
     "key": keys,
     "token_ids": token_lists,
@@ -146,13 +156,21 @@ _leg = {
     "sampling": samplings,
     "lease_ttl": seconds,
     "cache_salt": st.text("salt", max_size=128),
+    "forks": st.lists(st.builds(Fork, keys, st.integers(0, (1 << 63) - 1)), max_size=4).map(tuple),
 }
 
 MESSAGES: dict[type[Message], st.SearchStrategy[Message]] = {
     Heartbeat: st.builds(Heartbeat, profile=profiles, load=loads, transfer=transfers),
-    Prefill: st.builds(Prefill, handoff=st.none() | peers, **_leg),
+    Prefill: st.builds(
+        Prefill,
+        handoff=st.none() | peers,
+        prompt_logprobs=st.none() | st.integers(0, 20),
+        prompt_logprobs_from=st.integers(1, 1 << 20),
+        **_leg,
+    ),
     Reserve: st.builds(Reserve, prefill=st.builds(PrefillAddress, peer=peers, endpoint=addresses), **_leg),
     Cancel: st.builds(Cancel, key=keys, reason=texts),
+    PromptLogprobs: st.builds(PromptLogprobs, key=keys, start=st.integers(1, 1 << 20), table=logprob_tables()),
     Tokens: st.builds(
         Tokens,
         key=keys,
@@ -186,6 +204,7 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Message]] = {
         ticket=tickets,
         ship=seconds,
         tail=seconds,
+        fork_tokens=token_lists,
     ),
     Refuse: st.builds(Refuse, key=keys, error=errors),
 }

@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,7 @@ class ScriptedService:
         self.model = MODEL
         self.max_model_len = max_model_len
         self.generations: list[Generation] = []
+        self.groups: list[list[Generation]] = []
         self._script = script
         self._ready = ready
         self._changed = threading.Condition()
@@ -116,6 +117,11 @@ class ScriptedService:
             outcome = "finished"
         finally:
             self._count(outcome)
+
+    @contextmanager
+    def together(self, generations: Sequence[Generation]) -> Iterator[tuple[AsyncGenerator[Output, None], ...]]:
+        self.groups.append([*generations])
+        yield tuple(self.generate(generation) for generation in generations)
 
     def _count(self, name: str) -> None:
         with self._changed:

@@ -8,6 +8,7 @@ import hashlib
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 
+import msgspec
 import zmq.asyncio
 from worker_facts import heartbeat
 
@@ -101,11 +102,13 @@ class ScriptedWorker:
                 continue
             assert isinstance(body, Prefill if self.role == "prefill" else Reserve)
             self.opened.append(body)
-            if self.refuse is not None:
-                self.send(Failed(key=body.key, error=ErrorInfo.of(self.refuse)))
-            elif not self.deaf:
-                run = self._prefill(body) if isinstance(body, Prefill) else self._decode(body)
-                self._legs[body.key] = asyncio.create_task(run)
+            forks = [msgspec.structs.replace(body, key=fork.key, forks=()) for fork in body.forks]
+            for work in (body, *forks):
+                if self.refuse is not None:
+                    self.send(Failed(key=work.key, error=ErrorInfo.of(self.refuse)))
+                elif not self.deaf:
+                    run = self._prefill(work) if isinstance(work, Prefill) else self._decode(work)
+                    self._legs[work.key] = asyncio.create_task(run)
 
     async def _prefill(self, work: Prefill) -> None:
         token = next_token(work.token_ids)

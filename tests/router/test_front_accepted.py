@@ -75,6 +75,29 @@ def test_every_field_arrives(http: httpx.Client, service: ScriptedService) -> No
         assert (service.generations[-1].cache_salt, service.generations[-1].timeout) == ("tenant", 2.5)
 
 
+def test_no_field_of_the_sampling_is_out_of_reach(http: httpx.Client, service: ScriptedService) -> None:
+    fields = {
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "top_k": 7,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.3,
+        "logit_bias": {"4": 1.5},
+        "seed": 42,
+        "max_tokens": 9,
+        "min_tokens": 3,
+        "stop_token_ids": [9],
+    }
+    plain = SamplingParams()
+    told = {"/v1/completions": {"logprobs": 2}, "/v1/chat/completions": {"logprobs": True, "top_logprobs": 2}}
+    for path, body in (("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)):
+        found = taken(http, service, path, {**body, **fields, **told[path]})
+        left = [name for name in plain.__struct_fields__ if getattr(found, name) == getattr(plain, name)]
+        assert left == [], f"{path} leaves these as they are"
+
+
 def test_ignore_eos_keeps_only_the_clients_ids(http: httpx.Client, service: ScriptedService) -> None:
     assert taken(http, service, "/v1/completions", {**TEXT, "ignore_eos": True}).stop_token_ids == ()
     body = {**TEXT, "ignore_eos": True, "stop_token_ids": [9]}

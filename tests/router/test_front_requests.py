@@ -121,8 +121,6 @@ BOTH = []
 UNSUPPORTED = [
     *(("/v1/completions", TEXT, *case) for case in BOTH),
     *(("/v1/chat/completions", CHAT, *case) for case in BOTH),
-    ("/v1/completions", TEXT, "best_of", 2),
-    ("/v1/completions", TEXT, "echo", True),
     ("/v1/completions", TEXT, "suffix", "end"),
     ("/v1/chat/completions", CHAT, "tools", [{"type": "function"}]),
     ("/v1/chat/completions", CHAT, "tool_choice", "required"),

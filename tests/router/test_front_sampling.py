@@ -73,6 +73,9 @@ def test_each_field_arrives(path: str, http: httpx.Client, service: ScriptedServ
         ("logit_bias", {"5": 101}, "logit_bias"),
         ("logit_bias", {"9999999": 1}, "logit_bias[0]"),
         ("logit_bias", [5], "logit_bias"),
+        ("prompt_logprobs", -1, "prompt_logprobs"),
+        ("prompt_logprobs", 21, "prompt_logprobs"),
+        ("prompt_logprobs", True, "prompt_logprobs"),
     ],
 )
 def test_each_value_out_of_range_is_named(path: str, field: str, value: Any, param: str, http: httpx.Client) -> None:
@@ -85,7 +88,13 @@ def test_each_value_out_of_range_is_named(path: str, field: str, value: Any, par
     [
         ("/v1/completions", {"logprobs": True}, "invalid_request", "logprobs"),
         ("/v1/completions", {"logprobs": 21}, "invalid_request", "logprobs"),
-        ("/v1/completions", {"best_of": 3, "n": 2}, "unsupported_field", "best_of"),
+        ("/v1/completions", {"best_of": 2, "n": 3}, "invalid_request", "best_of"),
+        ("/v1/completions", {"best_of": 0}, "invalid_request", "best_of"),
+        ("/v1/completions", {"best_of": "2"}, "invalid_request", "best_of"),
+        ("/v1/completions", {"best_of": 65}, "invalid_request", "best_of"),
+        ("/v1/completions", {"best_of": 3, "n": 2, "stream": True}, "invalid_request", "best_of"),
+        ("/v1/completions", {"echo": "yes"}, "invalid_request", "echo"),
+        ("/v1/completions", {"echo": True, "max_tokens": -1}, "invalid_request", "max_tokens"),
         ("/v1/completions", {"n": 40, "prompt": ["a", "b"]}, "invalid_request", "n"),
         ("/v1/chat/completions", {"logprobs": 1}, "invalid_request", "logprobs"),
         ("/v1/chat/completions", {"top_logprobs": 2}, "invalid_request", "top_logprobs"),
@@ -110,18 +119,15 @@ def test_n_choices_of_a_prompt_are_drawn_apart_and_the_prompt_counts_once(
     assert seeds == {(5, 6): {40, 41, 42}, (7,): {40, 41, 42}}
 
 
-def test_choices_of_a_prompt_wait_for_the_first_ones_first_token(bpe_tokenizer: Tokenizer) -> None:
-    live: list[int] = []
-
-    async def script(generation: Generation) -> AsyncIterator[Output]:
-        # All of these begin at once only if nobody waited for the first.
-        live.append(len(service.generations))
-        yield Output((5,), "length")
-
-    service = ScriptedService(script)
-    answer = ask(bpe_tokenizer, service, "/v1/completions", {"model": MODEL, "prompt": [5, 6], "n": 3})
-    assert len(answer.json()["choices"]) == 3
-    assert live[0] == 1
+def test_choices_of_a_prompt_are_asked_for_together(bpe_tokenizer: Tokenizer) -> None:
+    service = ScriptedService(saying((5,)))
+    body = {"model": MODEL, "prompt": [[5, 6], [7]], "n": 3, "cache_salt": "mine"}
+    answer = ask(bpe_tokenizer, service, "/v1/completions", body)
+    assert len(answer.json()["choices"]) == 6
+    assert [[each.token_ids for each in group] for group in service.groups] == [[(5, 6)] * 3, [(7,)] * 3]
+    for group in service.groups:
+        assert len({each.sampling.seed for each in group}) == 3
+        assert {each.cache_salt for each in group} == {"mine"}
 
 
 def telling(ids: tuple[int, ...], groups: int, reason: str) -> ScriptedService:

@@ -17,6 +17,7 @@ from front_stage import (
     one_by_one,
     serving_front,
 )
+from test_front_prompts import PROMPT, telling
 
 from protocol.errors import NoWorkerAvailable, Overloaded, WorkerLost
 from router.front.generation import Generation, Output
@@ -153,3 +154,22 @@ async def test_many_at_once(bpe_tokenizer: Tokenizer) -> None:
             texts = await asyncio.gather(*(ask(number) for number in range(24)))
     assert texts == [f"渡船 {number} 😀" for number in range(24)]
     assert service.counts() == {"opened": 24, "finished": 24, "cancelled": 0}
+
+
+def test_scores_of_a_completion(bpe_tokenizer: Tokenizer) -> None:
+    prompt, reply = bpe_tokenizer.encode(PROMPT), bpe_tokenizer.encode(REPLY)
+    with serving_front(telling(reply), bpe_tokenizer) as url, client_of(url) as client:
+        answer = client.completions.create(
+            model=MODEL, prompt=PROMPT, echo=True, logprobs=1, best_of=2, n=1, max_tokens=len(reply)
+        )
+        (choice,) = answer.choices
+        assert choice.text == PROMPT + REPLY
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs == [None, *(-float(row) for row in range(1, len(prompt)))] + [
+            -0.25
+        ] * len(reply)
+        stream = client.completions.create(
+            model=MODEL, prompt=PROMPT, echo=True, logprobs=1, max_tokens=len(reply), stream=True
+        )
+        chunks = list(stream)
+        assert "".join(chunk.choices[0].text for chunk in chunks) == PROMPT + REPLY

@@ -40,6 +40,41 @@ from router.policy import Placement
 from router.request import RequestMachine
 from router.request_table import RequestState
 
+EVERY_FIELD = SamplingParams(
+    temperature=0.7,
+    top_p=0.8,
+    top_k=9,
+    min_p=0.1,
+    repetition_penalty=1.1,
+    presence_penalty=0.2,
+    frequency_penalty=0.3,
+    logit_bias=((4, 1.5),),
+    logprobs=2,
+    seed=77,
+    max_tokens=8,
+    min_tokens=3,
+    stop_token_ids=(2, 9),
+)
+
+
+def test_each_field_goes_to_each_leg_in_every_attempt() -> None:
+    """Both draw tokens: the first leg needs the least number of them, its bans and its penalties as the second does."""
+    plain = SamplingParams()
+    assert [name for name in plain.__struct_fields__ if getattr(EVERY_FIELD, name) == getattr(plain, name)] == []
+    generation = Generation(PROMPT, EVERY_FIELD, cache_salt="salt", prompt_logprobs=1)
+    request = RequestMachine("r", generation, LIMITS)
+    request.submit(0.0)
+    reserve, prefill = request.placed(PAIR, 0.0)
+    assert isinstance(reserve, SendReserve)
+    assert isinstance(prefill, SendPrefill)
+    for message in (reserve.message, prefill.message):
+        assert (message.sampling, message.cache_salt, message.token_ids) == (EVERY_FIELD, "salt", PROMPT)
+    assert prefill.message.prompt_logprobs == 1
+    request.worker_lost(D0.peer, "killed", 1.0)
+    for instruction in request.placed(OTHER_PAIR, 1.0):
+        assert isinstance(instruction, SendReserve | SendPrefill)
+        assert instruction.message.sampling == EVERY_FIELD
+
 
 def test_a_request_goes_through_its_states() -> None:
     request = machine()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass, field
 
 from hypothesis import settings
@@ -11,7 +12,8 @@ from worker_facts import worker
 
 from protocol.errors import NoWorkerAvailable
 from protocol.ids import Peer, RequestKey
-from protocol.messages import ErrorInfo, Failed, Tokens
+from protocol.messages import ErrorInfo, Failed, PromptLogprobs, Tokens
+from protocol.prompt_logprobs import LogprobTable
 from protocol.sampling import SamplingParams
 from router.front.generation import Generation
 from router.instructions import Emit, Fail, Instruction, NeedPlacement, SendCancel, SendPrefill, SendReserve
@@ -19,12 +21,14 @@ from router.policy import Placement
 from router.request import RequestLimits, RequestMachine
 from router.request_table import RequestState
 
-PROMPT = (900, 901)
+PROMPT = (900, 901, 902, 903, 904)
 PREFILL = [worker(f"p{index}", "prefill") for index in range(2)]
 DECODE = [worker(f"d{index}", "decode") for index in range(2)]
 CODES = ("engine_failure", "channel_lost", "preempted", "preempted", "invalid_request")
 EVENTS = (
     *("a_leg_tells_its_next_tokens",) * 12,
+    *("a_leg_tells_of_the_prompt",) * 6,
+    "a_table_of_the_prompt_is_lost",
     *("an_old_frame_comes_again",) * 3,
     *("a_leg_begins_too_early",) * 2,
     *("time_passes",) * 2,
@@ -53,6 +57,19 @@ class Leg:
     told: int = 0
     over: bool = False
     sent: list[Tokens] = field(default_factory=list)
+    prompt_told: int = len(PROMPT)
+    tables: list[PromptLogprobs] = field(default_factory=list)
+
+
+def table(start: int, stop: int) -> LogprobTable:
+    """Of prompt tokens: each has the log-probability of minus its index."""
+    return LogprobTable(
+        0,
+        struct.pack(f"<{stop - start}f", *(-float(at) for at in range(start, stop))),
+        bytes(4 * (stop - start)),
+        b"",
+        b"",
+    )
 
 
 class RequestUnderFire(RuleBasedStateMachine):
@@ -61,6 +78,7 @@ class RequestUnderFire(RuleBasedStateMachine):
         self.now = 0.0
         self.truth: tuple[int, ...] = ()
         self.output: list[int] = []
+        self.scores: list[float] = []
         self.legs: list[Leg] = []
         self.ends: list[str] = []
         self.choices = 0
@@ -69,22 +87,26 @@ class RequestUnderFire(RuleBasedStateMachine):
         length=st.sampled_from([1, 2, 3, 6, 9]),
         max_tokens=st.sampled_from([6, 1, 2, 9]),
         attempts=st.sampled_from([4, 2, 1]),
+        scored=st.booleans(),
     )
-    def begin(self, length: int, max_tokens: int, attempts: int) -> None:
+    def begin(self, length: int, max_tokens: int, attempts: int, scored: bool) -> None:
         # The model says `length` tokens, the last one a stop token, unless max_tokens ends it before.
         self.truth = tuple(range(100, 100 + min(length, max_tokens)))
         self.finish = "stop" if length <= max_tokens else "length"
         sampling = SamplingParams(max_tokens=max_tokens)
         limits = RequestLimits(max_attempts=attempts, request_timeout=300.0)
-        self.request = RequestMachine("r", Generation(PROMPT, sampling), limits)
+        generation = Generation(PROMPT, sampling, prompt_logprobs=0 if scored else None)
+        self.expected = [-float(at) for at in range(1, len(PROMPT))] if scored else []
+        self.request = RequestMachine("r", generation, limits)
         self.carry_out(self.request.submit(self.now))
 
     def carry_out(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
             match instruction:
-                case Emit(token_ids, finish_reason):
+                case Emit(token_ids, finish_reason, prompt_logprobs=tables):
                     assert not self.ends, "nothing is emitted after the end"
                     self.output.extend(token_ids)
+                    self.scores += [row.logprob for each in tables for row in each.rows()]
                     if finish_reason is not None:
                         self.ends.append(finish_reason)
                 case Fail():
@@ -96,9 +118,10 @@ class RequestUnderFire(RuleBasedStateMachine):
                 case SendPrefill(peer, message):
                     assert message.token_ids == (*PROMPT, *self.output)
                     assert message.emitted == len(self.output)
-                    self.legs.append(
-                        Leg(peer, message.key, True, message.emitted, message.handoff is not None, message.emitted)
-                    )
+                    leg = Leg(peer, message.key, True, message.emitted, message.handoff is not None, message.emitted)
+                    if message.prompt_logprobs is not None:
+                        leg.prompt_told = message.prompt_logprobs_from
+                    self.legs.append(leg)
                 case SendCancel(peer, key):
                     for leg in self.legs:
                         leg.over = leg.over or (leg.peer == peer and leg.key == key)
@@ -136,11 +159,29 @@ class RequestUnderFire(RuleBasedStateMachine):
         getattr(self, event)(data)
 
     def a_leg_tells_its_next_tokens(self, data: st.DataObject) -> None:
-        ready = [leg for leg in self.legs if leg.told < len(self.truth) and not (leg.prefill and leg.sent)]
+        ready = [
+            leg
+            for leg in self.legs
+            if leg.told < len(self.truth) and not (leg.prefill and leg.sent) and leg.prompt_told == len(PROMPT)
+        ]
         leg = self.pick(data, ready)
         if leg is not None:
             count = 1 if leg.prefill else data.draw(st.integers(1, 3))
             self.tell(leg, leg.told, min(len(self.truth), leg.told + count))
+
+    def a_leg_tells_of_the_prompt(self, data: st.DataObject) -> None:
+        leg = self.pick(data, [leg for leg in self.legs if leg.prompt_told < len(PROMPT)])
+        if leg is not None:
+            stop = data.draw(st.integers(leg.prompt_told + 1, len(PROMPT)))
+            message = PromptLogprobs(key=leg.key, start=leg.prompt_told, table=table(leg.prompt_told, stop))
+            leg.prompt_told = stop
+            leg.tables.append(message)
+            self.carry_out(self.request.prompt_told(leg.peer, message, self.now))
+
+    def a_table_of_the_prompt_is_lost(self, data: st.DataObject) -> None:
+        leg = self.pick(data, [leg for leg in self.legs if leg.prompt_told < len(PROMPT)])
+        if leg is not None:
+            leg.prompt_told += 1
 
     def a_leg_begins_too_early(self, data: st.DataObject) -> None:
         leg = self.pick(data, [leg for leg in self.legs if leg.sent and not leg.prefill])
@@ -148,6 +189,9 @@ class RequestUnderFire(RuleBasedStateMachine):
             self.tell(leg, data.draw(st.integers(leg.base, leg.told - 1)), min(len(self.truth), leg.told + 1))
 
     def an_old_frame_comes_again(self, data: st.DataObject) -> None:
+        told = self.pick(data, [leg for leg in self.legs if leg.tables])
+        if told is not None:
+            self.carry_out(self.request.prompt_told(told.peer, data.draw(st.sampled_from(told.tables)), self.now))
         leg = self.pick(data, [leg for leg in self.legs if leg.sent])
         if leg is not None:
             self.deliver(leg, data.draw(st.sampled_from(leg.sent)))
@@ -205,6 +249,11 @@ class RequestUnderFire(RuleBasedStateMachine):
     @invariant()
     def the_output_is_a_prefix_of_the_truth(self) -> None:
         assert tuple(self.output) == self.truth[: len(self.output)]
+
+    @invariant()
+    def the_prompt_is_told_of_once_and_whole_with_the_first_token(self) -> None:
+        if self.truth:
+            assert self.scores == (self.expected if self.output else [])
 
     @invariant()
     def there_is_one_end(self) -> None:

@@ -1,0 +1,139 @@
+"""Several continuations of one prompt, asked for together: opened as one, and from then on each goes its own way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
+
+import msgspec
+import pytest
+from scripted_workers import Fleet, ScriptedWorker, fleet_at, greedy, until, whole_text
+from worker_facts import MODEL, worker
+
+from protocol.errors import InvalidRequest, InvariantViolation, NoWorkerAvailable, Overloaded
+from protocol.ids import Peer, RequestKey
+from router.config import RouterConfig
+from router.front.generation import Generation, Output
+from router.policy import Placement
+from router.request import RequestLimits, RequestMachine
+from router.service import Service
+
+PROMPT = (5, 6, 7)
+
+
+def copies(n: int, max_tokens: int = 8) -> list[Generation]:
+    return [Generation(PROMPT, msgspec.structs.replace(greedy(max_tokens), seed=seed)) for seed in range(n)]
+
+
+@contextlib.asynccontextmanager
+async def serving(**settings: object) -> AsyncIterator[tuple[Service, Fleet]]:
+    config = RouterConfig(model=MODEL, tokenizer="unused", **{"worker_timeout": 2.0, **settings})  # type: ignore[arg-type]
+    service = Service(config)
+    await service.start()
+    try:
+        async with fleet_at(service.hub_endpoint) as fleet:
+            yield service, fleet
+        assert service.cluster()["live_requests"] == 0
+    finally:
+        await service.close()
+
+
+async def joined(service: Service, fleet: Fleet, decode: int = 1) -> tuple[ScriptedWorker, list[ScriptedWorker]]:
+    prefill = fleet.add("prefill", "p0")
+    others = [fleet.add("decode", f"d{index}") for index in range(decode)]
+    await until(lambda: service.health().decode_workers == decode and service.health().ready)
+    return prefill, others
+
+
+async def read(outputs: AsyncGenerator[Output, None]) -> tuple[int, ...]:
+    return tuple([token_id async for output in outputs for token_id in output.token_ids])
+
+
+async def test_one_pair_of_messages_opens_all() -> None:
+    async with serving() as (service, fleet):
+        prefill, (decode,) = await joined(service, fleet)
+        with service.together(copies(3)) as streams:
+            assert await asyncio.gather(*map(read, streams)) == [whole_text(PROMPT, 8)] * 3
+        (asked,), (reserve,) = prefill.opened, decode.opened
+        assert [fork.seed for fork in asked.forks] == [1, 2]
+        assert asked.forks == reserve.forks
+        assert len({asked.key, *(fork.key for fork in asked.forks)}) == 3
+        assert prefill.cancels == decode.cancels == []
+
+
+async def test_a_lost_worker_makes_each_try_again_by_itself() -> None:
+    async with serving() as (service, fleet):
+        prefill, decodes = await joined(service, fleet, decode=2)
+        for decode in decodes:
+            decode.hold = 4
+        with service.together(copies(3, max_tokens=12)) as streams:
+            reading = [asyncio.create_task(read(outputs)) for outputs in streams]
+            await until(lambda: max(decode.told for decode in decodes) == 9)
+            victim, heir = sorted(decodes, key=lambda decode: -decode.told)
+            heir.hold = None
+            await victim.kill()
+            assert await asyncio.gather(*reading) == [whole_text(PROMPT, 12)] * 3
+        assert [len(work.forks) for work in prefill.opened] == [2, 0, 0, 0]
+        assert {work.key.attempt for work in heir.opened} == {1}
+
+
+async def test_who_closes_one_cancels_that_one_and_who_leaves_cancels_the_rest() -> None:
+    async with serving() as (service, fleet):
+        prefill, (decode,) = await joined(service, fleet)
+        decode.hold = 3
+        with service.together(copies(3)) as (first, _, _):
+            await anext(first)
+            await first.aclose()
+            (asked,) = prefill.opened
+            await until(lambda: decode.cancels == [asked.key])
+            assert service.cluster()["live_requests"] == 2
+        # Nobody ever read the other two.
+        await until(lambda: decode.cancels == [asked.key, *(fork.key for fork in asked.forks)])
+
+
+async def test_a_refusal_reaches_each() -> None:
+    async with serving() as (service, fleet):
+        prefill, _ = await joined(service, fleet)
+        prefill.refuse = InvalidRequest("no such thing", field="prompt")
+        with service.together(copies(2)) as streams:
+            results = await asyncio.gather(*map(read, streams), return_exceptions=True)
+        assert [type(result) for result in results] == [InvalidRequest] * 2
+
+
+async def test_without_workers_each_fails_or_waits_and_starts_by_itself() -> None:
+    async with serving() as (service, _):
+        with service.together(copies(2)) as streams:
+            results = await asyncio.gather(*map(read, streams), return_exceptions=True)
+        assert [type(result) for result in results] == [NoWorkerAvailable] * 2
+    async with serving(worker_wait_first=10.0) as (service, fleet):
+        with service.together(copies(2)) as streams:
+            reading = [asyncio.create_task(read(outputs)) for outputs in streams]
+            await asyncio.sleep(0)
+            await joined(service, fleet)
+            assert await asyncio.gather(*reading) == [whole_text(PROMPT, 8)] * 2
+
+
+async def test_what_cannot_go_together_is_refused_and_nothing_is_left() -> None:
+    async with serving(max_requests=3) as (service, fleet):
+        await joined(service, fleet)
+        other = [*copies(2), Generation((9, 9), greedy(8))]
+        for generations, error in ((copies(4), Overloaded), (other, InvariantViolation), ([], InvariantViolation)):
+            with pytest.raises(error), service.together(generations):
+                pass
+            assert service.cluster()["live_requests"] == 0
+        salted = [copies(1)[0], Generation(PROMPT, greedy(8), cache_salt="b")]
+        scored = [copies(1)[0], Generation(PROMPT, greedy(8), prompt_logprobs=1)]
+        for generations in (salted, scored):
+            with pytest.raises(InvariantViolation), service.together(generations):
+                pass
+
+
+def test_only_the_one_that_carries_the_others_is_charged_for_the_prompt() -> None:
+    placement = Placement(worker("p0", "prefill"), worker("d0", "decode"))
+    for carried, expected in ((False, {Peer("p0", 1): 3, Peer("d0", 1): 1}), (True, {Peer("d0", 1): 1})):
+        machine = RequestMachine("r", copies(1)[0], RequestLimits())
+        machine.submit(0.0)
+        machine.placed(placement, 0.0, carried=carried)
+        assert machine.charges() == expected
+        assert machine.key == RequestKey("r", 0)
