@@ -109,6 +109,39 @@ class RoleSection(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class SpeculationSection(msgspec.Struct, frozen=True, kw_only=True):
+    """Speculative decoding; what is None keeps the default of decode_worker.speculation.Speculation.
+
+    Attributes:
+        method: "ngram" guesses from what the prompt and the output have said before; null guesses nothing.
+        tokens: most tokens guessed at once.
+        min_match, max_match: fewest and most last tokens that are looked up.
+    """
+
+    method: str | None = None
+    tokens: int | None = None
+    min_match: int | None = None
+    max_match: int | None = None
+
+    def __post_init__(self) -> None:
+        given = self.given()
+        _check(self, ("method", not given or "method" in given, f"set, for {', '.join(given)} to mean something"))
+
+    def given(self) -> dict[str, Any]:
+        """The settings that are not None."""
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+
+
+class DecodeSection(RoleSection, frozen=True, kw_only=True):
+    """The decode workers.
+
+    Attributes:
+        speculation: whether they guess tokens ahead of the model, and how.
+    """
+
+    speculation: SpeculationSection = SpeculationSection()
+
+
 class RouterSection(msgspec.Struct, frozen=True, kw_only=True):
     """The router.
 
@@ -243,7 +276,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     served_name: str | None = None
     engine: EngineSection = EngineSection()
     prefill: RoleSection = RoleSection()
-    decode: RoleSection = RoleSection()
+    decode: DecodeSection = DecodeSection()
     router: RouterSection = RouterSection()
     transfer: TransferSection = TransferSection()
     ray: RaySection = RaySection()

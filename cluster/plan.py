@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from cluster.config import ClusterConfig, Setting
+from cluster.config import ClusterConfig, Setting, SpeculationSection
 from cluster.config_file import unknown_key
 from protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from decode_worker.config import DecodeConfig
+    from decode_worker.speculation import Speculation
     from engine.config import EngineConfig
     from prefill_worker.config import PrefillConfig
     from router.config import RouterConfig
@@ -136,7 +137,11 @@ def decode_config(order: ActorOrder, model: Path, host: str) -> DecodeConfig:
     from decode_worker.config import DecodeConfig
 
     transfer = order.config.transfer
-    given = _worker(order, model, host) | {"transport": transfer.transport, "wire_dtype": transfer.wire_dtype}
+    given = _worker(order, model, host) | {
+        "transport": transfer.transport,
+        "wire_dtype": transfer.wire_dtype,
+        "speculation": _speculation(order.config.decode.speculation),
+    }
     with _at("decode"):
         return DecodeConfig(**_with_limits("decode.limits", DecodeConfig, given, order.config.decode.limits))
 
@@ -186,6 +191,13 @@ def _engine_config(order: ActorOrder, model: Path) -> EngineConfig:
     engine = order.config.engine.differing(order.config.section(order.role).engine)
     with _at("engine"):
         return EngineConfig(model=str(model), threads=order.threads, **engine)
+
+
+def _speculation(section: SpeculationSection) -> Speculation | None:
+    from decode_worker.speculation import Speculation
+
+    with _at("decode.speculation"):
+        return Speculation(**section.given()) if section.method is not None else None
 
 
 def _with_limits(where: str, kind: Any, given: dict[str, Any], limits: Mapping[str, Setting]) -> dict[str, Any]:

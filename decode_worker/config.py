@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from decode_worker.speculation import Speculation
 from engine.config import EngineConfig
 from kv_transfer.choice import AUTO, MODES
 from kv_transfer.transport import GPUDIRECT, GpuDirect
@@ -28,6 +29,7 @@ class DecodeConfig:
         gpudirect: whether RDMA reads and writes a pool on a GPU itself: where it can, always, or never.
         wire_dtype: element type in which blocks cross; None is the pool's own. Another one costs precision.
         max_waiting: requests in the queue for a reservation before new ones are refused.
+        speculation: how tokens are guessed ahead of the model; None guesses none.
 
     Raises:
         ConfigError: names the field and the value.
@@ -45,6 +47,7 @@ class DecodeConfig:
     gpudirect: GpuDirect = "auto"
     wire_dtype: WireDtype | None = None
     max_waiting: int = 1024
+    speculation: Speculation | None = None
 
     def __post_init__(self) -> None:
         for name, valid, wanted in (

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import islice
 
 import msgspec
 
@@ -23,6 +24,7 @@ from decode_worker.sequence import (
     table_owner,
 )
 from decode_worker.shared_tails import SharedTails
+from decode_worker.speculator import Speculator
 from engine.batch import Chunk, Draw
 from engine.block_pool import BlockPool
 from engine.prefix_index import block_hashes, extend, root_hash
@@ -34,18 +36,18 @@ from protocol.sampling import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One token of one sequence.
+    """What one sequence got out of a step.
 
     Attributes:
         sequence: whose.
-        start: the token's index in the request's whole output.
-        draw: the token.
-        finish_reason: set on the last.
+        start: index of the first token in the request's whole output.
+        draws: the tokens: one, and one for each token of a draft that was right.
+        finish_reason: set with the last token.
     """
 
     sequence: Sequence
     start: int
-    draw: Draw
+    draws: tuple[Draw, ...]
     finish_reason: FinishReason | None
 
 
@@ -54,7 +56,7 @@ class Step:
     """What the next step computes, and who had to make room for it.
 
     Attributes:
-        sequences: one token each.
+        sequences: one token each, and their drafts.
         preempted: already dropped; their imports are still to be closed, and the router to be told.
     """
 
@@ -70,10 +72,20 @@ class DecodeScheduler:
         block_size: tokens per block.
         max_sequences: reserved and running side by side.
         window: tokens that the model reads back at most; 0 for all.
+        speculator: drafts tokens for the steps; None where they have one row per sequence.
     """
 
-    def __init__(self, pool: BlockPool, *, block_size: int, max_sequences: int, window: int = 0) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        max_sequences: int,
+        window: int = 0,
+        speculator: Speculator | None = None,
+    ) -> None:
         self._pool = pool
+        self._speculator = speculator
         self._block_size = block_size
         self._max_sequences = max_sequences
         self._arrivals = 0
@@ -180,6 +192,8 @@ class DecodeScheduler:
         for index in range(sequence.cached_blocks, len(sequence.hashes)):
             self._pool.seal(sequence.block_table[index], sequence.hashes[index])
         self._reach.let_go(sequence)
+        if self._speculator is not None:
+            self._speculator.begin(sequence)
         return sequence
 
     def fork(self, first: Sequence, index: int, next_token: int) -> Sequence:
@@ -209,6 +223,8 @@ class DecodeScheduler:
         self._pool.share(table_owner(fork.key), sequence.block_table[first.passed :])
         self._live[fork.key] = sequence
         sequence.tracker.move(SequenceEvent.FORK)
+        if self._speculator is not None:
+            self._speculator.begin(sequence)
         return sequence
 
     def next_step(self) -> Step:
@@ -221,33 +237,26 @@ class DecodeScheduler:
             # Growing one sequence may preempt a later one of this very list, so the state is read when its turn comes.
             if sequence.tracker.state is SequenceState.RUNNING and self._grow(sequence, preempted)
         )
+        if self._speculator is not None:
+            self._speculator.draft(self._in_step, self._lanes)
         return Step(self._in_step, tuple(preempted))
 
     def complete_step(self, draws: Seq[Draw | None]) -> list[Output]:
-        """Account for the step that :meth:`next_step` gave; ``draws`` holds one entry per sequence."""
+        """Account for the step that :meth:`next_step` gave; ``draws`` holds one per chunk of :func:`chunks_of`."""
         outputs = []
-        for sequence, draw in zip(self._in_step, draws, strict=True):
-            assert draw is not None, "every sequence of a decode step draws a token"
+        left = iter(draws)
+        for sequence in self._in_step:
+            drawn = tuple(islice(left, 1 + len(sequence.draft)))
             if sequence.tracker.state is SequenceState.LEAVING:
                 self._leave(sequence)
                 continue
-            self._tails.copied(sequence)
-            sequence.computed += 1
-            self._seal_last(sequence)
-            self._reach.let_go(sequence)
-            output = Output(
-                sequence,
-                sequence.produced,
-                draw,
-                sequence.request.sampling.finish_reason(draw.token_id, sequence.produced + 1),
-            )
-            sequence.token_ids.append(draw.token_id)
-            sequence.produced += 1
+            output = self._advance(sequence, drawn)
             outputs.append(output)
             if output.finish_reason is not None:
                 sequence.tracker.move(SequenceEvent.FINISH)
                 del self._live[sequence.key]
                 self._pool.release_all(table_owner(sequence.key))
+        assert next(left, None) is None, "more was drawn than the step had rows"
         self._end_step()
         return outputs
 
@@ -285,6 +294,27 @@ class DecodeScheduler:
     def _end_step(self) -> None:
         self._in_step = ()
         self._tails.step_ended()
+
+    def _advance(self, sequence: Sequence, drawn: Seq[Draw | None]) -> Output:
+        """Take what was drawn for a sequence, up to the first token that its draft did not foresee."""
+        start = sequence.produced
+        kept: list[Draw] = []
+        self._tails.copied(sequence)
+        finish_reason: FinishReason | None = None
+        for draw, foreseen in zip(drawn, (*sequence.draft, None), strict=True):
+            assert draw is not None, "every row of a decode step draws a token"
+            sequence.computed += 1
+            self._seal_last(sequence)
+            sequence.token_ids.append(draw.token_id)
+            sequence.produced += 1
+            kept.append(draw)
+            finish_reason = sequence.request.sampling.finish_reason(draw.token_id, sequence.produced)
+            if finish_reason is not None or draw.token_id != foreseen:
+                break
+        if self._speculator is not None:
+            self._speculator.settle(sequence, accepted=len(kept) - 1)
+        self._reach.let_go(sequence)
+        return Output(sequence, start, tuple(kept), finish_reason)
 
     def _leave(self, sequence: Sequence) -> None:
         sequence.tracker.move(SequenceEvent.STEP_ENDED)
@@ -342,16 +372,27 @@ class DecodeScheduler:
 
 
 def chunks_of(sequences: Seq[Sequence]) -> list[Chunk]:
-    """The engine's view of a step: the last token of each sequence."""
+    """The engine's view of a step: the last token of each sequence, then each of its draft's, as if it had come.
+
+    One chunk per token, over the same blocks: attention computes each as a decode, just as in a step of its own.
+    """
     return [
         Chunk(
-            token_ids=sequence.token_ids[sequence.computed :],
-            start=sequence.computed,
+            token_ids=(token,),
+            start=sequence.computed + ahead,
             block_table=sequence.block_table,
             sampling=sequence.request.sampling,
-            position=sequence.produced,
-            history=sequence.token_ids if sequence.request.sampling.looks_back else (),
-            copied=sequence.copied,
+            position=sequence.produced + ahead,
+            history=_history(sequence, ahead),
+            copied=None if ahead else sequence.copied,
         )
         for sequence in sequences
+        for ahead, token in enumerate((sequence.token_ids[-1], *sequence.draft))
     ]
+
+
+def _history(sequence: Sequence, ahead: int) -> Seq[int]:
+    """The tokens before the draw of a sequence's row, ``ahead`` of its draft among them, where it looks back."""
+    if not sequence.request.sampling.looks_back:
+        return ()
+    return [*sequence.token_ids, *sequence.draft[:ahead]] if ahead else sequence.token_ids

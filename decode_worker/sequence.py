@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from decode_worker.drafter import Drafter
 from engine.block_pool import HolderKind, Owner
 from engine.prefix_index import BlockHash
 from protocol.ids import Peer, RequestKey
@@ -98,6 +99,8 @@ class Sequence:
             source goes when that step has ended.
         hashes: of the full blocks so far.
         times: of the handoff, sent with the first tokens.
+        drafter: guesses how it goes on; None before it runs, and where nothing is guessed.
+        draft: what the step under way tries after its last token.
     """
 
     request: Reserve
@@ -116,6 +119,8 @@ class Sequence:
     lanes: int = 1
     copied: tuple[int, int] | None = None
     times: StageTimes | None = None
+    drafter: Drafter | None = None
+    draft: tuple[int, ...] = ()
 
     @property
     def key(self) -> RequestKey:

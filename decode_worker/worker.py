@@ -22,6 +22,7 @@ from decode_worker.peers import PrefillPeers
 from decode_worker.reception import Reception
 from decode_worker.scheduler import DecodeScheduler, Output, chunks_of
 from decode_worker.sequence import Sequence
+from decode_worker.speculator import Speculator
 from engine.block_pool import BlockPool
 from engine.pool_watch import PoolWatch
 from kv_transfer.transport import TransportConfig
@@ -76,7 +77,7 @@ class DecodeWorker:
         self._loops = Loops()
         self._forks = ForkBook()
         self._wake = asyncio.Event()
-        self._decode_tokens = self._cached_tokens = self._preemptions = self._failures = 0
+        self._decode_tokens = self._decode_turns = self._cached_tokens = self._preemptions = self._failures = 0
 
     async def start(self, progress: Callable[[str, float], None] | None = None) -> None:
         """Load the model, bind the sockets, and begin to serve.
@@ -103,11 +104,17 @@ class DecodeWorker:
         self._vocab_size = runner.vocab_size
         self.pool = BlockPool(runner.num_blocks, settings.block_size, prefix_cache=settings.prefix_cache)
         self._watch = PoolWatch(self.pool)
+        self._speculator = None
+        if self.config.speculation is not None:
+            self._speculator = Speculator(
+                self.config.speculation, self.pool, block_size=settings.block_size, max_rows=settings.max_sequences
+            )
         self._scheduler = DecodeScheduler(
             self.pool,
             block_size=settings.block_size,
             max_sequences=settings.max_sequences,
             window=runner.model_config.reach,
+            speculator=self._speculator,
         )
         context = zmq.asyncio.Context()
         resources.callback(context.term)
@@ -182,7 +189,7 @@ class DecodeWorker:
 
     def load(self) -> WorkerLoad:
         """What it is doing now."""
-        imports, pool = self._imports, self.pool.counts()
+        imports, pool, speculator = self._imports, self.pool.counts(), self._speculator
         return WorkerLoad(
             pool=pool,
             waiting=self._scheduler.waiting,
@@ -201,6 +208,9 @@ class DecodeWorker:
             failures=self._failures,
             used_slots=pool.used * self.pool.block_size,
             empty_slots=self._scheduler.empty_slots,
+            decode_turns=self._decode_turns,
+            draft_tokens=0 if speculator is None else speculator.drafted,
+            accepted_tokens=0 if speculator is None else speculator.accepted,
         )
 
     def transfer(self) -> TransferCounts:
@@ -347,8 +357,9 @@ class DecodeWorker:
                 for sequence in self._scheduler.fail_step():
                     self._fail(sequence.router, sequence.key, ErrorInfo.of(error))
                 continue
-            self._decode_tokens += len(draws)
             for output in self._scheduler.complete_step(draws):
+                self._decode_turns += 1
+                self._decode_tokens += len(output.draws)
                 self._emit(output)
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -368,9 +379,9 @@ class DecodeWorker:
             Tokens(
                 key=sequence.key,
                 start=output.start,
-                token_ids=(output.draw.token_id,),
+                token_ids=tuple(draw.token_id for draw in output.draws),
                 finish_reason=output.finish_reason,
-                logprobs=() if output.draw.logprobs is None else (output.draw.logprobs,),
+                logprobs=tuple(draw.logprobs for draw in output.draws if draw.logprobs is not None),
                 times=times,
             ),
         )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,19 @@ def weight_files(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
+def hold_apart(directory: Path, first: str, second: str) -> bool:
+    """Whether a checkpoint holds two tensors of these names that differ.
+
+    Raises:
+        CheckpointUnavailable: a file is missing or damaged.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for path in weight_files(directory):
+        with _opened(path) as shard:
+            found |= {name: shard.get_tensor(name) for name in (first, second) if name in shard.keys()}  # noqa: SIM118
+    return len(found) == 2 and not torch.equal(found[first], found[second])
+
+
 def load_weights(
     directory: Path,
     destinations: Mapping[str, torch.Tensor],
@@ -83,20 +97,27 @@ def load_weights(
     """
     missing = set(destinations)
     for path in weight_files(directory):
-        try:
-            with safe_open(path, framework="pt", device="cpu") as shard:
-                for name in shard.keys():  # noqa: SIM118 - not a mapping
-                    if name not in missing:
-                        _check_harmless(name, path, destinations, ignored)
-                        continue
-                    _fill(shard, name, destinations[name])
-                    missing.discard(name)
-                    if progress is not None:
-                        progress("weights", 1.0 - len(missing) / len(destinations))
-        except (SafetensorError, OSError) as error:
-            raise CheckpointUnavailable(f"cannot read {path}: {error}") from error
+        with _opened(path) as shard:
+            for name in shard.keys():  # noqa: SIM118 - not a mapping
+                if name not in missing:
+                    _check_harmless(name, path, destinations, ignored)
+                    continue
+                _fill(shard, name, destinations[name])
+                missing.discard(name)
+                if progress is not None:
+                    progress("weights", 1.0 - len(missing) / len(destinations))
     if missing:
         raise WeightMismatch(f"tensor {min(missing)!r} is missing from {directory} ({len(missing)} missing in all)")
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A weight file, memory-mapped; what the library raises over it becomes CheckpointUnavailable."""
+    try:
+        with safe_open(path, framework="pt", device="cpu") as shard:
+            yield shard
+    except (SafetensorError, OSError) as error:
+        raise CheckpointUnavailable(f"cannot read {path}: {error}") from error
 
 
 def _check_harmless(

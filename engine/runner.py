@@ -30,6 +30,7 @@ from engine.logit_rules import Row
 from engine.models import family
 from engine.models.config import ModelConfig
 from engine.models.model import Model, OnLayer
+from engine.models.tying import as_stored
 from engine.pool_memory import PoolMemory
 from engine.prompt_logprobs import tell
 from engine.recorder import CudaRecorder, Recorder
@@ -92,7 +93,7 @@ class ModelRunner:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         directory = Path(config.model)
-        model_config = ModelConfig.read(directory)
+        model_config = as_stored(ModelConfig.read(directory), directory)
         build = family(model_config.architecture)
         # Only the pool's memory can still lower it, and that is measured when the weights are there.
         blocks = config.num_blocks if config.pool_memory is None else None

@@ -6,10 +6,10 @@ History of the wire:
   ``Grant.address``, ``Handover.transport``, ``WorkerLoad.transport_fallbacks``, ``Tokens.logprobs``,
   ``Heartbeat.transfer``, and in ``SamplingParams`` penalties, ``min_p``, ``logit_bias`` and ``logprobs``.
 * 2 -- ``SamplingParams.grammar``; ``PromptLogprobs``, and ``Prefill.prompt_logprobs`` and ``prompt_logprobs_from`` that
-  ask for them.
-  ``Prefill.forks``, ``Reserve.forks`` and ``Handover.fork_tokens``: several continuations of one prompt cross as one;
-  ``WorkerLoad.used_slots`` and ``empty_slots``.
-  ``KVLayout.scales``, and eight-bit types of ``KVLayout.dtype``: KV caches in eight bits.
+  ask for them; ``Prefill.forks``, ``Reserve.forks`` and ``Handover.fork_tokens``: several continuations of one prompt
+  cross as one; several tokens of one decode step in one message; ``WorkerLoad.used_slots``, ``empty_slots``,
+  ``decode_turns``, ``draft_tokens`` and ``accepted_tokens``; ``KVLayout.scales``, and eight-bit types of
+  ``KVLayout.dtype``.
 """
 
 from __future__ import annotations

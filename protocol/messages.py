@@ -111,6 +111,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
         draining: takes no new work.
         used_slots: of the blocks in use: each holds one token's KV, or will.
         empty_slots: those of them for which there is no token, behind the last one of a sequence.
+        decode_turns: sequences that took part in decode steps, counted at each step.
+        draft_tokens, accepted_tokens: guessed ahead of the model, and found right by it (decode).
     """
 
     pool: PoolCounts
@@ -132,6 +134,9 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     failures: Count = 0
     transport_fallbacks: Count = 0
     draining: bool = False
+    decode_turns: Count = 0
+    draft_tokens: Count = 0
+    accepted_tokens: Count = 0
     used_slots: Count = 0
     empty_slots: Count = 0
 

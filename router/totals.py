@@ -21,6 +21,9 @@ COUNTERS = (
     "preemptions",
     "failures",
     "transport_fallbacks",
+    "decode_turns",
+    "draft_tokens",
+    "accepted_tokens",
 )
 """The fields of ``WorkerLoad`` that only grow."""
 

@@ -20,6 +20,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("faults")
     group.addoption("--fault-points", type=int, default=6, help="random faults of each soak (the long version: 200)")
     group.addoption("--fault-seed", type=int, default=None, help="draws the faults of the soaks; by default a new one")
+    group = parser.getgroup("equality")
+    group.addoption(
+        "--equality-examples",
+        type=int,
+        default=6,
+        help="random cases of each test that holds a whole path against transformers (the long version: 200)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,6 +45,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if elsewhere:
         config.hook.pytest_deselected(items=elsewhere)
         items[:] = [item for item in items if item not in set(elsewhere)]
+
+
+@pytest.fixture(scope="session")
+def equality_examples(request: pytest.FixtureRequest) -> int:
+    return int(request.config.getoption("equality_examples"))
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from engine.models.linear import Linear
 from engine.models.model import Model, OnLayer
 from engine.models.norm import Norm, RMSNorm
 from engine.models.rope import RotaryTable
+from engine.models.tying import EMBEDDING, HEAD
 
 
 class Part(Protocol):
@@ -157,16 +158,16 @@ class Decoder(Model):
 
     def destinations(self) -> dict[str, torch.Tensor]:
         """Checkpoint tensor name to the tensor that it fills."""
-        found = {"model.embed_tokens.weight": self._embedding, "model.norm.weight": self._norm.weight}
+        found = {EMBEDDING: self._embedding, "model.norm.weight": self._norm.weight}
         for layer in self._layers:
             found |= layer.destinations()
         if not self._config.tied_embeddings:
-            found |= self._head.part("lm_head")
+            found |= self._head.part(HEAD.removesuffix(".weight"))
         return found
 
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint tensor that has no destination is harmless."""
-        tied = self._config.tied_embeddings and name == "lm_head.weight"
+        tied = self._config.tied_embeddings and name == HEAD
         return tied or name.endswith(".rotary_emb.inv_freq") or is_scale(name)
 
     def seal(self) -> None:

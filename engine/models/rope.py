@@ -12,16 +12,18 @@ from engine.models.rope_config import RopeConfig
 def inverse_frequencies(config: RopeConfig) -> torch.Tensor:
     """Radians per position of each pair of elements, float32 [rotary_dim / 2]."""
     exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
-    frequencies = 1.0 / (config.theta**exponents)
+    periods = config.theta**exponents
+    frequencies = 1.0 / periods
     match config.type:
         case "linear":
             return frequencies / config.factor
         case "llama3":
             return _llama3(frequencies, config)
         case "yarn":
-            return _yarn(frequencies, config)
+            return _yarn(periods, config)
         case "longrope":
-            return frequencies / torch.tensor(config.divisors, dtype=torch.float32)
+            # Divided once: a second rounding would grow with the position.
+            return 1.0 / (torch.tensor(config.divisors, dtype=torch.float32) * periods)
         case _:
             return frequencies
 
@@ -35,15 +37,15 @@ def _llama3(frequencies: torch.Tensor, config: RopeConfig) -> torch.Tensor:
     return (1.0 - blend) * frequencies / config.factor + blend * frequencies
 
 
-def _yarn(frequencies: torch.Tensor, config: RopeConfig) -> torch.Tensor:
+def _yarn(periods: torch.Tensor, config: RopeConfig) -> torch.Tensor:
     # Pairs up to the first border turn often enough to be kept, those from the second on are stretched.
     first, last = (_pair_with_turns(turns, config) for turns in (config.beta_fast, config.beta_slow))
     if config.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, config.rotary_dim - 1)
-    pairs = torch.arange(len(frequencies), dtype=torch.float32)
-    stretched = ((pairs - first) / (last - first or 0.001)).clamp(0.0, 1.0)
-    return stretched * frequencies / config.factor + (1.0 - stretched) * frequencies
+    pairs = torch.arange(len(periods), dtype=torch.float32)
+    kept = 1.0 - ((pairs - first) / (last - first or 0.001)).clamp(0.0, 1.0)
+    return 1.0 / (config.factor * periods) * (1.0 - kept) + 1.0 / periods * kept
 
 
 def _pair_with_turns(turns: float, config: RopeConfig) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 from engine.models.fields import count, flag, number, numbers
 from protocol.errors import CheckpointUnavailable, UnsupportedArchitecture
 
-ROPE_TYPES = ("default", "linear", "llama3", "longrope", "yarn")
+ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "yarn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +18,10 @@ class RopeConfig:
     """Angles of the positions.
 
     Attributes:
-        type: default; linear (positions divided by ``factor``); llama3 (only low frequencies are); yarn (Peng et al.,
-            2023: low frequencies are divided, high ones kept, a ramp between); longrope (Ding et al., 2024: each
-            frequency has its own divisor; here the ones for contexts of up to ``original_positions``).
+        type: default; dynamic (bloc97, 2023: as default up to the model's positions, which are all that is served);
+            linear (positions divided by ``factor``); llama3 (only low frequencies are); yarn (Peng et al., 2023: low
+            frequencies are divided, high ones kept, a ramp between); longrope (Ding et al., 2024: each frequency has
+            its own divisor; here the ones for contexts of up to ``original_positions``).
         theta: base of the wavelengths.
         rotary_dim: leading elements of a head that are turned; the others are left as they are.
         factor: stretch; 1 where there is none.
@@ -46,31 +47,31 @@ class RopeConfig:
     amplitude: float = 1.0
 
     @classmethod
-    def parse(cls, raw: Mapping[str, Any], *, head_dim: int, max_positions: int) -> RopeConfig:
-        """What the content of a ``config.json`` says of a model with such heads.
+    def parse(cls, fields: Mapping[str, Any], *, head_dim: int, max_positions: int) -> RopeConfig:
+        """What :func:`~engine.models.config_fields.fields_of` an architecture say of a model with such heads.
 
         Raises:
             CheckpointUnavailable: a value is missing or out of range; names it.
             UnsupportedArchitecture: it is of a type that is not known here.
         """
         # transformers 5 writes rope_parameters; earlier releases wrote rope_theta and, where stretched, rope_scaling.
-        values = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+        values = fields["rope_scaling"] or fields["rope_parameters"] or {}
         if not isinstance(values, dict):
             raise CheckpointUnavailable(f"config.json: rope parameters must be an object, got {values!r}")
-        kind = values.get("rope_type", values.get("type", "default"))
-        kind = "longrope" if kind == "su" else kind  # its former name
-        if kind not in ROPE_TYPES:
-            raise UnsupportedArchitecture(f"rope type {kind!r} is not supported, only {', '.join(ROPE_TYPES)} are")
-        fraction = number(values, "partial_rotary_factor", number(raw, "partial_rotary_factor", 1.0))
+        for name, value in values.items():
+            if isinstance(value, dict):
+                raise UnsupportedArchitecture(f"rope parameters of their own for {name!r} are not supported")
+        kind = _kind(values)
+        fraction = number(values, "partial_rotary_factor", number(fields, "partial_rotary_factor", 1.0))
         rotary_dim = int(head_dim * fraction)
         if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
             raise CheckpointUnavailable(
                 f"config.json: partial_rotary_factor {fraction} of head_dim {head_dim} is no even number of elements"
             )
-        theta = number(values, "rope_theta", number(raw, "rope_theta", 10000.0))
-        original = count(
-            values, "original_max_position_embeddings", raw.get("original_max_position_embeddings") or max_positions
-        )
+        theta = number(values, "rope_theta", number(fields, "rope_theta"))
+        # Beside the rope parameters it has precedence over what is among them.
+        name = "original_max_position_embeddings"
+        original = count(values if fields[name] is None else fields, name, max_positions)
         match kind:
             case "linear":
                 return cls(kind, theta, rotary_dim, number(values, "factor"))
@@ -82,6 +83,15 @@ class RopeConfig:
                 return _longrope(values, theta, rotary_dim, original, max_positions)
             case _:
                 return cls(kind, theta, rotary_dim)
+
+
+def _kind(values: Mapping[str, Any]) -> str:
+    kind = values.get("rope_type", values.get("type", "default"))
+    if kind == "su" or (kind == "yarn" and "short_factor" in values):  # former names
+        return "longrope"
+    if kind not in ROPE_TYPES:
+        raise UnsupportedArchitecture(f"rope type {kind!r} is not supported, only {', '.join(ROPE_TYPES)} are")
+    return str(kind)
 
 
 def _llama3(values: Mapping[str, Any], theta: float, rotary_dim: int, original: int) -> RopeConfig:

@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.config import ClusterConfig, EngineSection, RaySection, RoleSection, RouterSection, TransferSection
+from cluster.config import (
+    ClusterConfig,
+    EngineSection,
+    RaySection,
+    RoleSection,
+    RouterSection,
+    SpeculationSection,
+    TransferSection,
+)
 from cluster.config_file import load_config, parse_config
 from cluster.demo import laptop_config
 from cluster.plan import (
@@ -20,6 +28,7 @@ from cluster.plan import (
     worker_orders,
 )
 from cluster.state import ClusterState, ProcessMark
+from decode_worker.speculation import Speculation
 from engine.config import EngineConfig
 from protocol.errors import ConfigError
 
@@ -48,6 +57,9 @@ def test_a_model_alone_is_a_whole_configuration() -> None:
         ("model: m\ndecode: {threads: 0}", "decode.threads", "got 0"),
         ("model: m\ndecode: {cpus: -1}", "decode.cpus", "got -1"),
         ("model: m\ndecode: {engine: {num_blocks: many}}", "decode.engine.num_blocks", "'many'"),
+        ("model: m\ndecode: {speculation: {method: 3}}", "decode.speculation.method", "3"),
+        ("model: m\ndecode: {speculation: {tokens: many}}", "decode.speculation.tokens", "'many'"),
+        ("model: m\ndecode: {speculation: {tokens: 3}}", "decode.speculation.method", "tokens"),
         ("model: m\nrouter: {port: 70000}", "router.port", "70000"),
         ("model: m\nrouter: {port: 9000, hub_port: 9000}", "router.hub_port", "9000"),
         ("model: m\ntransfer: {transport: 'tcp://'}", "transfer.transport", "'tcp://'"),
@@ -96,6 +108,7 @@ def test_on_and_off_are_words_where_they_are_choices() -> None:
         ("model: m\nengine: {block_sise: 8}", "engine.block_sise", "'block_size'"),
         ("model: m\nprefill: {replica: 2}", "prefill.replica", "'replicas'"),
         ("model: m\ndecode: {engine: {max_sequence: 2}}", "decode.engine.max_sequence", "'max_sequences'"),
+        ("model: m\ndecode: {speculation: {token: 4}}", "decode.speculation.token", "'tokens'"),
         ("model: m\nray: {adress: auto}", "ray.adress", "'address'"),
     ],
 )
@@ -159,6 +172,30 @@ def test_construction_validates_too(make: object, field: str) -> None:
 def test_the_engine_section_has_the_fields_of_the_engine() -> None:
     section = {field.name for field in msgspec.structs.fields(EngineSection)}
     assert section == {*EngineConfig.__dataclass_fields__} - {"model", "threads"}
+
+
+def test_the_speculation_section_has_the_settings_of_speculation() -> None:
+    section = {field.name for field in msgspec.structs.fields(SpeculationSection)}
+    assert section == {*Speculation.__dataclass_fields__}
+
+
+@pytest.mark.parametrize(
+    ("text", "speculation"),
+    [
+        ("", None),
+        ("decode: {speculation: {}}", None),
+        ("decode: {speculation: {method: null}}", None),
+        ("decode: {speculation: {method: ngram}}", Speculation()),
+        (
+            "decode: {speculation: {method: ngram, tokens: 6, min_match: 1, max_match: 3}}",
+            Speculation(tokens=6, min_match=1, max_match=3),
+        ),
+    ],
+)
+def test_decode_workers_are_told_how_to_speculate(text: str, speculation: Speculation | None) -> None:
+    order = worker_orders(parse_config(f"model: m\n{text}"), ("tcp://h:1",))[1]
+    back = msgspec.json.decode(msgspec.json.encode(order), type=ActorOrder)
+    assert decode_config(back, MODEL, "h").speculation == speculation
 
 
 def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:
@@ -269,6 +306,10 @@ def test_a_role_overrides_the_shared_engine() -> None:
         ("model: m\ndecode: {limits: {max_waiting: 0}}", "decode.max_waiting"),
         ("model: m\nprefill: {limits: {staging_bytes: 1}}", "prefill.staging_bytes"),
         ("model: m\nrouter: {limits: {policy: best}}", "router.policy"),
+        ("model: m\ndecode: {speculation: {method: medusa}}", "decode.speculation.method"),
+        ("model: m\ndecode: {speculation: {method: ngram, tokens: 0}}", "decode.speculation.tokens"),
+        ("model: m\ndecode: {speculation: {method: ngram, max_match: 1}}", "decode.speculation.max_match"),
+        ("model: m\ndecode: {limits: {speculation: 1}}", "decode.limits.speculation"),
     ],
 )
 def test_a_components_own_complaint_shows_before_anything_starts(text: str, field: str) -> None:

@@ -117,7 +117,7 @@ def test_generated_blocks_are_found_by_a_longer_prompt() -> None:
     running(subject, "a", 6, max_tokens=8)
     produced = [7]
     while step := subject.next_step().sequences:
-        produced += [output.draw.token_id for output in subject.complete_step([Draw(3)] * len(step))]
+        produced += [output.draws[0].token_id for output in subject.complete_step([Draw(3)] * len(step))]
     subject.add(request("b", (*range(100, 106), *produced, 55)), ROUTER, 0.0)
     (sequence,) = subject.admit()
     # The last token drawn was never computed: 6 + 8 tokens, 13 of them in the pool, 3 full blocks.

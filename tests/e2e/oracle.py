@@ -4,10 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM
+
+
+class Departure(NamedTuple):
+    """Where a text leaves the greedy one.
+
+    Attributes:
+        index: of the first token that is another.
+        token_id: it.
+        best: what transformers would have drawn.
+        gap: by how much the logit of ``best`` is above that of ``token_id``.
+        spread: standard deviation of the logits there.
+    """
+
+    index: int
+    token_id: int
+    best: int
+    gap: float
+    spread: float
 
 
 class Oracle:
@@ -32,3 +50,18 @@ class Oracle:
             )
             self._known[key] = output[0, len(token_ids) :].tolist()
         return self._known[key]
+
+    def departure(self, token_ids: Sequence[int], answer: Sequence[int], tie: float = 0.0) -> Departure | None:
+        """Where ``answer`` leaves the greedy continuation, judged in one pass over the whole text; None if nowhere.
+
+        What is within ``tie`` of the best, in standard deviations of the logits, counts as the best.
+        """
+        with torch.inference_mode():
+            whole = torch.tensor([[*token_ids, *answer]])
+            logits = self.model(whole).logits[0, len(token_ids) - 1 : -1]
+        for index, (row, token_id) in enumerate(zip(logits, answer, strict=True)):
+            best, spread = int(row.argmax()), float(row.std())
+            gap = float(row[best] - row[token_id])
+            if best != token_id and gap >= tie * spread:
+                return Departure(index, token_id, best, gap, spread)
+        return None

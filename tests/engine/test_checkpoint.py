@@ -10,12 +10,15 @@ import pytest
 import torch
 from checkpoints import edit_config, tiny_model
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from engine.batch import Chunk
 from engine.config import EngineConfig
 from engine.models import architectures, family
 from engine.models.config import ModelConfig
 from engine.runner import ModelRunner
 from protocol.errors import CheckpointUnavailable, UnsupportedArchitecture, WeightMismatch
+from protocol.sampling import SamplingParams
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
@@ -56,10 +59,21 @@ def test_a_tensor_that_does_not_fit_is_named(model: Path, name: str, value: torc
 
 def test_harmless_tensors_are_ignored(tmp_path: Path) -> None:
     path = tiny_model(tmp_path, tie_word_embeddings=True)
+    embeddings = load_file(path / "model.safetensors")["model.embed_tokens.weight"]
     change_weights(
-        path, **{"lm_head.weight": torch.ones(3), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+        path, **{"lm_head.weight": embeddings, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
     )
-    load(path)
+    assert load(path).model_config.tied_embeddings
+
+
+def test_a_head_that_differs_is_not_tied_whatever_the_configuration_says(tmp_path: Path) -> None:
+    path = tiny_model(tmp_path)
+    edit_config(path, tie_word_embeddings=True)
+    runner = load(path)
+    assert not runner.model_config.tied_embeddings
+    (found,) = runner.logits([Chunk([3, 4, 5], 0, [1], SamplingParams(temperature=0.0))])
+    expected = AutoModelForCausalLM.from_pretrained(path)(torch.tensor([[3, 4, 5]])).logits[0, -1]
+    assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
 def test_a_checkpoint_in_another_precision_is_converted(tmp_path: Path) -> None:
@@ -104,11 +118,15 @@ def test_a_tensor_in_two_shards_is_refused(model: Path) -> None:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*LlamaForCausalLM"),
         ({"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}}, "proportional"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "mrope", "factor": 2.0}}, "mrope"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"sliding_window": 128, "layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compression_config"),
+        ({"per_layer_config": {"0": {"num_attention_heads": 2}}}, "per_layer_config"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(model: Path, changes: dict[str, Any], said: str) -> None:
@@ -128,9 +146,9 @@ def test_what_is_not_served_is_refused_by_name(model: Path, changes: dict[str, A
         {"rms_norm_eps": -1.0},
         {"tie_word_embeddings": "yes"},
         {"architectures": []},
-        {"layer_types": ["full_attention"], "sliding_window": 8},
-        {"sliding_window": -1},
-        {"attn_logit_softcapping": 0},
+        {"layer_types": ["full_attention"], "architectures": ["Gemma2ForCausalLM"]},
+        {"sliding_window": -1, "architectures": ["MistralForCausalLM"]},
+        {"attn_logit_softcapping": 0, "architectures": ["Gemma2ForCausalLM"]},
         {"partial_rotary_factor": 0.2},
         {"num_experts_per_tok": 5, "num_local_experts": 4, "architectures": ["MixtralForCausalLM"]},
         {"factor": 0, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0}},
