@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from cluster.api_key import ApiKey, CaFile
+from cluster.bench.attention.shape import DEFAULT_SHAPE, SHAPES
 from cluster.bench.preset import DEFAULT_PRESET, PRESETS
 
 bench_app = typer.Typer(name="bench", help="Measure what this machine and a cluster reach.", no_args_is_help=True)
@@ -164,6 +165,67 @@ def handoff_command(
     if json is not None:
         write_bytes(json, msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n", field="json")
     if not report.rows:
+        raise typer.Exit(1)
+
+
+@bench_app.command("attention")
+def attention_command(
+    model: Annotated[
+        str, typer.Option("--model", help=f"A directory with a model's config.json, or one of: {', '.join(SHAPES)}.")
+    ] = DEFAULT_SHAPE,
+    backends: Annotated[str, typer.Option(help="As sdpa,triton; all are those that work here.")] = "all",
+    kinds: Annotated[str, typer.Option(help="Steps: decode, prefill.")] = "decode,prefill",
+    batch: Annotated[str, typer.Option(help="Sequences of a decode step.")] = "1,8,32",
+    prompts: Annotated[str, typer.Option(help="Sequences of a prefill step.")] = "1",
+    context: Annotated[str, typer.Option(help="Tokens of each sequence, those of the step included.")] = "128,1k,4k",
+    chunk: Annotated[int, typer.Option(help="Tokens of a prompt that a step computes.")] = 512,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Of queries and cache; auto is what the device computes in.")] = "auto",
+    order: Annotated[str, typer.Option(help="Of a block: NHD or HND.")] = "NHD",
+    block_size: Annotated[int, typer.Option(min=1, max=1 << 16, help="Tokens of a block.")] = 16,
+    window: Annotated[int, typer.Option(min=0, help="Tokens that a query sees; 0 for all.")] = 0,
+    softcap: Annotated[float, typer.Option(min=0, max=1e6, help="Cap of the scores; 0 for none.")] = 0.0,
+    threads: Annotated[int | None, typer.Option(min=1, max=1024, help="Of a CPU; torch's choice by default.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.01, max=3600, help="Measure each case for so long.")] = 1.0,
+    max_pool: Annotated[str, typer.Option(help="No pool is larger.")] = "2GiB",
+    seed: Annotated[int, typer.Option(min=0, help="Of numbers, block tables and turns.")] = 0,
+    json: Json = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Also draw them: .html, .png or .svg.")
+    ] = None,
+) -> None:
+    """Compare the attention backends that work on this machine, and hold them against its roofline."""
+    from cluster.bench.attention.case import KINDS, AttentionGrid
+    from cluster.bench.attention.contest import AttentionOptions, compare_attention
+    from cluster.bench.case import parse_choices, parse_count, parse_counts
+    from cluster.signals import exit_on_terminate
+    from engine.attention import BACKENDS
+    from engine.config import EngineConfig
+
+    grid = AttentionGrid(
+        kinds=parse_choices(kinds, KINDS, field="kinds"),
+        decodes=parse_counts(batch, field="batch"),
+        prompts=parse_counts(prompts, field="prompts"),
+        contexts=parse_counts(context, field="context"),
+        chunk=chunk,
+    )
+    settings: Any = {"dtype": dtype, "device": device, "block_size": block_size, "order": order, "threads": threads}
+    options = AttentionOptions(
+        engine=EngineConfig(model=model, **settings),
+        backends=parse_choices(backends, BACKENDS, field="backends"),
+        grid=grid,
+        window=window,
+        softcap=softcap,
+        seconds=seconds,
+        max_pool=parse_count(max_pool, field="max_pool"),
+        seed=seed,
+        json=json,
+        plot=plot,
+    )
+    out = Console()
+    with exit_on_terminate():
+        good = compare_attention(options, out if out.is_terminal else Console(width=TABLE_WIDTH))
+    if not good:
         raise typer.Exit(1)
 
 

@@ -1,42 +1,20 @@
-"""The figures of a run as a picture, by matplotlib: an image, or a page that holds the picture and its data."""
+"""The figures of a run as a picture."""
 
 from __future__ import annotations
 
-import html
-import importlib.util
-import io
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from cluster.bench.picture import check_plot, write_figure
+from cluster.bench.report import Measured, Report, remarks, rivals_of
 
-from cluster.bench.report import Measured, Report, remarks, rivals_of, write_bytes
-from protocol.errors import ConfigError
-
-SUFFIXES = (".html", ".png", ".svg")
 WIDTH_INCHES, HEIGHT_INCHES = 13.0, 5.0
 
 
-def check_plot(file: Path) -> None:
-    """Say before a run, not after it, what would keep its plot from being written.
-
-    Raises:
-        ConfigError: the name ends in none of :data:`SUFFIXES`, or matplotlib is not installed (names the extra).
-    """
-    if file.suffix not in SUFFIXES:
-        raise ConfigError(f"plot must end in {', '.join(SUFFIXES)}, got {str(file)!r}", field="plot")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib: install kvferry with the extra 'plot'", field="plot")
-
-
 def write_plot(report: Report, file: Path) -> None:
-    """Draw the report; raises as :func:`check_plot`, and where the file cannot be written."""
+    """Draw the report; raises as :func:`cluster.bench.picture.check_plot`, and where the file cannot be written."""
     check_plot(file)
-    figure = _figure(report)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png" if file.suffix == ".png" else "svg", bbox_inches="tight")
-    body = picture.getvalue() if file.suffix != ".html" else _page(report, picture.getvalue().decode()).encode()
-    write_bytes(file, body, field="plot")
+    write_figure(_figure(report), file, "kvferry bench transfer", report, remarks(report))
 
 
 def series(report: Report) -> dict[str, list[Measured]]:
@@ -82,13 +60,3 @@ def _rival_line(axes: Any, rival: str, points: list[Measured], color: str) -> No
     if met:
         sizes, speeds = [size for size, _ in met], [figure.gb_per_s for _, figure in met]
         axes.plot(sizes, speeds, linestyle="--", marker="x", color=color, label=rival)
-
-
-def _page(report: Report, picture: str) -> str:
-    data = msgspec.json.format(msgspec.json.encode(report), indent=1).decode()
-    notes = "".join(f"<li>{html.escape(line)}</li>" for line in remarks(report))
-    return (
-        "<!doctype html><html lang=en><meta charset=utf-8><title>kvferry bench transfer</title>"
-        f"<body style='font-family:sans-serif'>{picture[picture.index('<svg') :]}<ul>{notes}</ul>"
-        f"<details><summary>data</summary><pre>{html.escape(data)}</pre></details></body></html>\n"
-    )

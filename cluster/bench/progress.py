@@ -7,9 +7,6 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from cluster.bench.case import Case
-from cluster.bench.report import Outcome
-
 
 class CaseProgress:
     """Shows the case that is measured and how many are done. Life cycle: entered -> shown -> left."""
@@ -31,15 +28,14 @@ class CaseProgress:
     ) -> None:
         self._bars.stop()
 
-    def show(self, case: Case, fraction: float) -> None:
+    def show(self, case: object, fraction: float) -> None:
         """``case`` is done by ``fraction``."""
         self._bars.update(self._task, completed=self._done + fraction, description=str(case))
 
-    def finish(self, outcome: Outcome) -> None:
-        """A case has come to its end."""
+    def finish(self, case: object, said: str | None) -> None:
+        """``case`` has come to its end; ``said`` of it where there is no bar, None says nothing."""
         self._done += 1
         self._bars.update(self._task, completed=self._done)
-        if not self._console.is_terminal and outcome.state != "skipped":
-            said = outcome.state if outcome.measured is None else f"{outcome.measured.gb_per_s:.2f} GB/s"
-            line = f"[{self._done}/{self._total}] {outcome.case}: {said}"
+        if not self._console.is_terminal and said is not None:
+            line = f"[{self._done}/{self._total}] {case}: {said}"
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from cluster.bench.case import Case
 from cluster.bench.limit import Limit
+from cluster.bench.machine import Machine
 from cluster.bench.rivals.contest import RivalFigure, RivalState
 from cluster.bench.statistics import Latency
 from protocol.errors import ConfigError
@@ -64,16 +65,6 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     reason: str = ""
 
 
-class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the sending process ran."""
-
-    system: str
-    processor: str
-    cores: int
-    memory_bytes: int
-    python: str
-
-
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the run was made; names as the command's options."""
 
@@ -109,6 +100,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     rivals: tuple[RivalState, ...] = ()
     outcomes: tuple[Outcome, ...]
     complete: bool
+
+
+def summary(outcome: Outcome) -> str:
+    """What came of a case, in a word or two."""
+    return outcome.state if outcome.measured is None else f"{outcome.measured.gb_per_s:.2f} GB/s"
 
 
 def write_bytes(file: Path, content: bytes, *, field: str) -> None:

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import psutil
 from rich.console import Console
 
 from cluster.bench import far_end, memory
 from cluster.bench.case import Case, Grid, pool_blocks
 from cluster.bench.limit import LIMITS
 from cluster.bench.local_peer import LISTENING, local_peer
+from cluster.bench.machine import this_machine
 from cluster.bench.near_end import Setup
-from cluster.bench.plot import check_plot, write_plot
+from cluster.bench.picture import check_plot
+from cluster.bench.plot import write_plot
 from cluster.bench.preset import layout_of
 from cluster.bench.progress import CaseProgress
-from cluster.bench.report import Machine, Outcome, Report, Settings, outcome_table, remarks, write_json
+from cluster.bench.report import Outcome, Report, Settings, outcome_table, remarks, summary, write_json
 from cluster.bench.rivals.contest import Invitation, OnRival, RivalState
 from cluster.bench.run import NOBODY, Effort, OnCase, OnOutcome, run
 from cluster.signals import run_until_terminated
@@ -119,7 +118,7 @@ def measure_transfers(options: Options, console: Console) -> bool:
 
             def keep(outcome: Outcome) -> None:
                 outcomes.append(outcome)
-                progress.finish(outcome)
+                progress.finish(outcome.case, None if outcome.state == "skipped" else summary(outcome))
 
             effort = Effort(options.seconds, options.time_limit)
             run_until_terminated(_run(options, cases, setup, effort, progress.show, keep, states.append))
@@ -157,13 +156,7 @@ def _report(
 ) -> Report:
     return Report(
         kvferry=version("kvferry"),
-        machine=Machine(
-            system=platform.platform(),
-            processor=_processor(),
-            cores=os.cpu_count() or 1,
-            memory_bytes=psutil.virtual_memory().total,
-            python=platform.python_version(),
-        ),
+        machine=this_machine(),
         model=Path(options.model).name,
         layout=setup.layout,
         block_bytes=setup.layout.block_bytes,
@@ -180,15 +173,6 @@ def _report(
         outcomes=outcomes,
         complete=complete,
     )
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
 
 
 def _tell(report: Report, console: Console) -> None:

@@ -20,6 +20,9 @@ _BACKENDS = {
     "triton": "engine.attention.triton:TritonAttention",
 }
 
+BACKENDS = tuple(_BACKENDS)
+"""Their names."""
+
 
 def create_backend(
     name: str, layout: KVLayout, device: torch.device, dtype: torch.dtype | None = None

@@ -1,9 +1,10 @@
-"""Attention with the project's Triton kernels for stores and decodes; prompt chunks go the way of ``sdpa``."""
+"""Attention with the project's Triton kernels, on the blocks where they lie."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.attention.backend import AttentionBackend, AttentionPlan, Scoring, computed_in
 from engine.attention.sdpa import Prompt, SDPAttention, prompts
@@ -13,7 +14,9 @@ from engine.float8 import UNSCALED, Scales
 from engine.kernels.float8 import FORMATS
 from engine.kernels.operands import HALVES, HEAD_DIMS
 from engine.kernels.paged_decode import paged_decode
+from engine.kernels.paged_prefill import paged_prefill
 from engine.kernels.store_kv import store_kv
+from engine.kernels.tiles import plan_tiles
 from engine.kv_cache import TORCH_DTYPES
 from protocol.errors import ConfigError
 from protocol.layout import KVLayout
@@ -29,7 +32,7 @@ def _too_wide(layout: KVLayout, dtype: torch.dtype) -> bool:
 
 
 class TritonAttention(AttentionBackend):
-    """Decodes read the blocks where they lie."""
+    """Two kernels a layer: one for the sequences of one token, one for the longer chunks."""
 
     def __init__(self, layout: KVLayout, device: torch.device, dtype: torch.dtype | None = None) -> None:
         super().__init__(layout, device, dtype)
@@ -42,7 +45,9 @@ class TritonAttention(AttentionBackend):
                 f"attention 'triton' computes in float16 or bfloat16 over a cache in {layout.dtype}, got {self.dtype}",
                 field="attention",
             )
-        self.gathering = SDPAttention(layout, device, self.dtype)
+        # The kernel of chunks reads elements that are computed in alone.
+        eighth = TORCH_DTYPES[layout.dtype] in FORMATS
+        self.gathering = SDPAttention(layout, device, self.dtype) if eighth else None
 
     def plan(self, batch: FlatBatch) -> AttentionPlan:
         """The plan of one step."""
@@ -54,20 +59,18 @@ class TritonAttention(AttentionBackend):
 
 
 class TritonPlan(AttentionPlan):
-    """The decodes in one kernel, and prompt chunks one by one."""
+    """A step's block tables and lengths, on the device."""
 
     def __init__(self, backend: TritonAttention, batch: FlatBatch) -> None:
         super().__init__(backend.order)
-        self._backend = backend
-        self._batch = batch
+        self._kv_heads = backend.kv_heads
+        self._slots = torch.from_numpy(batch.slot_mapping).to(backend.device)
         counts = np.diff(batch.query_start_loc)
-        rows, device = np.flatnonzero(counts == 1), backend.device
-        self._chunks = np.flatnonzero(counts > 1)
-        self._slots = torch.from_numpy(batch.slot_mapping).to(device)
-        self._tokens = torch.from_numpy(batch.query_start_loc[rows]).to(device)
-        self._block_tables = torch.from_numpy(batch.block_table[rows]).to(device)
-        self._seq_lens = torch.from_numpy(batch.seq_lens[rows]).to(device)
-        self._prompts: dict[Scoring, list[Prompt]] = {}
+        chunks, decodes = np.flatnonzero(counts > 1), np.flatnonzero(counts == 1)
+        self._batch, self._rows, self._gathering = batch, chunks, backend.gathering
+        self._chunks = Chunks(batch, chunks, backend.device) if len(chunks) and backend.gathering is None else None
+        self._gathered: dict[Scoring, list[Prompt]] = {}
+        self._decodes = Decodes(batch, decodes, backend.device) if len(decodes) else None
 
     def store(
         self,
@@ -89,27 +92,78 @@ class TritonPlan(AttentionPlan):
         scales: Scales = UNSCALED,
     ) -> torch.Tensor:
         """Causal attention of ``q`` [T, Hq, D]: [T, Hq, D]."""
-        chunks = self._prompts.get(scoring)
-        if chunks is None:
-            chunks = prompts(self._backend.gathering, self._batch, self._chunks, scoring)
-            self._prompts[scoring] = chunks
         out = q.new_empty(q.shape)
-        if self._tokens.numel():
-            out[self._tokens] = paged_decode(
-                q[self._tokens],
-                k_cache,
-                v_cache,
-                self._block_tables,
-                self._seq_lens,
-                scoring.scale,
-                self.order,
+        chunks, decodes = self._chunks, self._decodes
+        if chunks is not None:
+            tiles = chunks.tiles(q, q.shape[1] // self._kv_heads)
+            paged_prefill(
+                *(q, k_cache, v_cache, chunks.block_tables, chunks.query_start, chunks.seq_lens, tiles),
+                *(scoring.scale, self.order, out),
+                window=scoring.window,
+                softcap=scoring.softcap,
+            )
+        if decodes is not None:
+            out[decodes.tokens] = paged_decode(
+                *(q[decodes.tokens], k_cache, v_cache, decodes.block_tables, decodes.seq_lens),
+                *(scoring.scale, self.order),
                 window=scoring.window,
                 softcap=scoring.softcap,
                 scales=scales,
             )
-        for prompt in chunks:
+        for prompt in self._prompts(scoring):
             out[prompt.tokens] = prompt.attend(q[prompt.tokens], k_cache, v_cache, scales)
         return out
+
+    def _prompts(self, scoring: Scoring) -> list[Prompt]:
+        """The chunks that go the way of ``sdpa``: those over an eight-bit cache."""
+        if self._gathering is None:
+            return []
+        found = self._gathered.get(scoring)
+        if found is None:
+            found = self._gathered[scoring] = prompts(self._gathering, self._batch, self._rows, scoring)
+        return found
+
+
+class Chunks:
+    """Sequences with several query tokens each, among all of a batch.
+
+    Attributes:
+        block_tables: int32 [B, M], of all sequences.
+        query_start: int32 [B + 1], likewise.
+        seq_lens: int32 [B], likewise.
+    """
+
+    def __init__(self, batch: FlatBatch, rows: NDArray[np.intp], device: torch.device) -> None:
+        self._batch = batch
+        self._rows = rows
+        self._tiles: dict[int, torch.Tensor] = {}
+        self.block_tables = torch.from_numpy(batch.block_table).to(device)
+        self.query_start = torch.from_numpy(batch.query_start_loc.astype(np.int32)).to(device)
+        self.seq_lens = torch.from_numpy(batch.seq_lens).to(device)
+
+    def tiles(self, q: torch.Tensor, group: int) -> torch.Tensor:
+        """Their tiles for ``q`` [T, Hq, D]; cut once, for the layers of a model have queries of one shape."""
+        found = self._tiles.get(group)
+        if found is None:
+            batch = self._batch
+            cut = plan_tiles(batch.query_start_loc, batch.seq_lens, self._rows, q.dtype, q.shape[2], group)
+            found = self._tiles[group] = torch.from_numpy(cut).to(q.device)
+        return found
+
+
+class Decodes:
+    """Sequences with one query token each.
+
+    Attributes:
+        tokens: int64 [R], where their tokens stand in the batch.
+        block_tables: int32 [R, M].
+        seq_lens: int32 [R].
+    """
+
+    def __init__(self, batch: FlatBatch, rows: NDArray[np.intp], device: torch.device) -> None:
+        self.tokens = torch.from_numpy(batch.query_start_loc[rows]).to(device)
+        self.block_tables = torch.from_numpy(batch.block_table[rows]).to(device)
+        self.seq_lens = torch.from_numpy(batch.seq_lens[rows]).to(device)
 
 
 class TritonDecodePlan(AttentionPlan):

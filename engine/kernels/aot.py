@@ -21,7 +21,7 @@ import yaml
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from engine.kernels import paged_decode, store_kv
+from engine.kernels import paged_decode, paged_prefill, store_kv, tiles
 from engine.kernels.float8 import FORMATS
 from engine.kernels.operands import HALVES, HEAD_DIMS, TRITON_TYPE
 from protocol.errors import ConfigError, EngineFailure
@@ -85,26 +85,32 @@ class Usage:
 
 
 def variants(
+    arch: str,
     dtypes: Sequence[torch.dtype] = tuple(TRITON_TYPE),
     head_dims: Sequence[int] = HEAD_DIMS,
     cache_dtypes: Sequence[torch.dtype | None] = (None, *FORMATS),
 ) -> Iterator[Variant]:
-    """Every kernel for the given element types and head dimensions, launched as its wrapper launches it.
+    """Every kernel for the given element types and head dimensions, launched as its wrapper launches it on ``arch``.
 
     Args:
+        arch: one of :data:`TARGETS`.
         dtypes: that are computed in.
         head_dims: elements per head.
         cache_dtypes: eight-bit types of the cache, for types that are computed in over one; None is a cache of the type
             that is computed in.
+
+    Raises:
+        ConfigError: unknown architecture.
     """
+    amd = _target(arch).backend == "hip"
     for dtype in dtypes:
         for head_dim in head_dims:
             for cache_dtype in cache_dtypes:
                 if cache_dtype is None or dtype in HALVES:
-                    yield from _variants_of(dtype, head_dim, cache_dtype)
+                    yield from _variants_of(dtype, head_dim, cache_dtype, amd=amd)
 
 
-def _variants_of(dtype: torch.dtype, head_dim: int, cache_dtype: torch.dtype | None) -> Iterator[Variant]:
+def _variants_of(dtype: torch.dtype, head_dim: int, cache_dtype: torch.dtype | None, *, amd: bool) -> Iterator[Variant]:
     element, label = TRITON_TYPE[dtype], f"{TRITON_TYPE[dtype]} D={head_dim}"
     if cache_dtype is None:
         eighth, kept = 0, element
@@ -135,7 +141,17 @@ def _variants_of(dtype: torch.dtype, head_dim: int, cache_dtype: torch.dtype | N
             options={"num_warps": launch.num_warps, "num_stages": launch.num_stages},
         )
     if eighth:
-        return  # the parts that are joined are the same
+        return  # chunks go another way, and the parts that are joined are the same
+    tiled = tiles.launch(dtype, head_dim, _GROUP, amd=amd)
+    indices = dict.fromkeys(("table_ptr", "query_start_ptr", "len_ptr", "tile_ptr"), "*i32")
+    for capped in (False, True):
+        yield Variant(
+            name=f"paged_prefill {label}{' capped' if capped else ''}",
+            kernel=paged_prefill.paged_prefill_kernel,
+            types=caches | scalars | indices | {"q_ptr": f"*{element}", "out_ptr": f"*{element}"},
+            constants=tiles.tile_constants(tiled, _GROUP, head_dim, _BLOCK_SIZE, capped=capped),
+            options={"num_warps": tiled.num_warps, "num_stages": tiles.EDGE_STAGES},
+        )
     yield Variant(
         name=f"paged_decode_reduce {label}",
         kernel=paged_decode.paged_decode_reduce_kernel,
@@ -152,8 +168,7 @@ def compile_variant(variant: Variant, arch: str) -> Usage:
         ConfigError: unknown architecture.
         EngineFailure: it does not compile; names the variant.
     """
-    if arch not in TARGETS:
-        raise ConfigError(f"arch must be one of {list(TARGETS)}, got {arch!r}", field="arch")
+    target = _target(arch)
     names = list(variant.kernel.arg_names)
     signature = {name: "constexpr" if name in variant.constants else variant.types.get(name, "i32") for name in names}
     # What the JIT finds out for aligned tensors whose rows are whole vectors; base pointers of a pool always are.
@@ -165,18 +180,24 @@ def compile_variant(variant: Variant, arch: str) -> Usage:
     constants = {(names.index(name),): value for name, value in variant.constants.items()}
     source = ASTSource(fn=variant.kernel, signature=signature, constexprs=constants, attrs=aligned)
     try:
-        compiled = triton.compile(source, target=TARGETS[arch], options=dict(variant.options))
+        compiled = triton.compile(source, target=target, options=dict(variant.options))
     except Exception as error:
         raise EngineFailure(f"{variant.name} does not compile for {arch}: {error}") from error
-    return _amd_usage(compiled) if TARGETS[arch].backend == "hip" else _nvidia_usage(compiled)
+    return _amd_usage(compiled) if target.backend == "hip" else _nvidia_usage(compiled)
+
+
+def _target(arch: str) -> GPUTarget:
+    if arch not in TARGETS:
+        raise ConfigError(f"arch must be one of {list(TARGETS)}, got {arch!r}", field="arch")
+    return TARGETS[arch]
 
 
 def budget() -> dict[str, dict[str, Usage]]:
     """Limits by architecture and kernel name, from ``budget.yaml``."""
     loaded = yaml.safe_load((resources.files("engine.kernels") / "budget.yaml").read_text(encoding="utf-8"))
     return {
-        arch: {kernel: Usage(registers, 0, limits["shared_bytes"]) for kernel, registers in limits["registers"].items()}
-        for arch, limits in loaded.items()
+        arch: {kernel: Usage(limit["registers"], 0, limit["shared_bytes"]) for kernel, limit in kernels.items()}
+        for arch, kernels in loaded.items()
     }
 
 

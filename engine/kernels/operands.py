@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ TRITON_TYPE: dict[torch.dtype, str] = {torch.float32: "fp32", torch.float16: "fp
 HALVES = (torch.float16, torch.bfloat16)
 """Element types that are computed in over an eight-bit cache: float32 would not be within the register budget."""
 
-HEAD_DIMS = (64, 80, 96, 128)
+HEAD_DIMS = (64, 80, 96, 128, 256)
 """Head dimensions that are tested and within the register budget."""
 
 
@@ -94,6 +95,33 @@ def computed_in(name: str, tensor: torch.Tensor, cache: torch.Tensor) -> torch.d
         return cache.dtype
     require(tensor.dtype in HALVES, name, f"of one of {list(HALVES)}", tensor.dtype)
     return tensor.dtype
+
+
+def check_queries(q: torch.Tensor, k_cache: torch.Tensor, cache: CacheGeometry) -> int:
+    """Check queries ``[T, heads, head_dim]`` of the cache ``k_cache``.
+
+    Returns:
+        Heads, a multiple of the cache's (GQA).
+
+    Raises:
+        EngineFailure: they do not fit the cache.
+    """
+    require(q.dim() == 3, "q", "of three dimensions", tuple(q.shape))
+    tokens, heads = q.shape[:2]
+    require(heads > 0 and heads % cache.kv_heads == 0, "q", f"of a multiple of {cache.kv_heads} heads", heads)
+    check_operand("q", q, k_cache, shape=(tokens, heads, cache.head_dim), dtype=computed_in("q", q, k_cache))
+    return heads
+
+
+def check_scoring(scale: float, window: int, softcap: float) -> None:
+    """Check how scores are made.
+
+    Raises:
+        EngineFailure: a value is out of range.
+    """
+    require(math.isfinite(scale), "scale", "finite", scale)
+    require(window >= 0, "window", "at least 0", window)
+    require(softcap >= 0.0 and math.isfinite(softcap), "softcap", "at least 0 and finite", softcap)
 
 
 def check_device(cache: torch.Tensor, kernel: object) -> None:

@@ -10,7 +10,6 @@ parts by their log-sum-exp. Reference: :func:`engine.kernels.reference.paged_dec
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -19,7 +18,15 @@ import triton.language as tl
 
 from engine.float8 import UNSCALED, Scales, as_bytes
 from engine.kernels.float8 import FORMATS, widened
-from engine.kernels.operands import cache_geometry, check_device, check_operand, computed_in, require
+from engine.kernels.operands import (
+    cache_geometry,
+    check_device,
+    check_operand,
+    check_queries,
+    check_scoring,
+    require,
+)
+from engine.kernels.scores import score, score_factors
 from protocol.layout import Order
 
 MAX_SPLITS = 32
@@ -66,9 +73,8 @@ def paged_decode_split_kernel(
     CAPPED: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
-    """Grid ``(rows, kv_heads, splits)``; scores are in base 2, as ``exp2`` is the GPU's own.
+    """Grid ``(rows, kv_heads, splits)``; scores are in base 2, as ``exp2`` is the GPU's own. Window 0 sees all.
 
-    A score is ``product * score_out``, capped ``tanh(product * score_in) * score_out``. Window 0 sees all.
     Elements of an eight-bit cache (``FORMAT``) are widened; K's scale is in the score's, V's is ``v_scale``.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -105,12 +111,7 @@ def paged_decode_split_kernel(
         if FORMAT:
             k = widened(k, FORMAT).to(q.dtype)
             v = widened(v, FORMAT).to(q.dtype)
-        scores = tl.dot(q, k, input_precision="ieee")
-        if CAPPED:
-            # tanh by exp2, whose argument is never positive: it cannot overflow.
-            small = tl.exp2(tl.abs(scores * score_in) * -2.8853900817779268)
-            scores = tl.where(scores < 0.0, -1.0, 1.0) * (1.0 - small) / (1.0 + small)
-        scores = scores * score_out
+        scores = score(tl.dot(q, k, input_precision="ieee"), score_in, score_out, CAPPED)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new_top[:, None])
@@ -174,7 +175,7 @@ def launch(dtype: torch.dtype, head_dim: int, eighth: int = 0) -> Launch:
         # Exact float32 dots run without tensor cores and hold their operands in registers: longer tiles spill on sm_90.
         return Launch(block_n=32 if head_dim <= 64 else 16, num_warps=4, num_stages=2)
     # Elements that are widened pass through registers: longer tiles are over the budget on sm_90.
-    return Launch(block_n=32 if eighth and head_dim > 64 else 64, num_warps=4, num_stages=2)
+    return Launch(block_n=64 if head_dim <= (64 if eighth else 128) else 32, num_warps=4, num_stages=2)
 
 
 def split_constants(
@@ -241,17 +242,13 @@ def paged_decode(
         EngineFailure: an operand's shape, dtype, device or strides; names it and the value.
     """
     cache = cache_geometry(k_cache, v_cache, order)
-    require(q.dim() == 3, "q", "of three dimensions", tuple(q.shape))
-    rows, heads = q.shape[:2]
-    require(heads > 0 and heads % cache.kv_heads == 0, "q", f"of a multiple of {cache.kv_heads} heads", heads)
-    check_operand("q", q, k_cache, shape=(rows, heads, cache.head_dim), dtype=computed_in("q", q, k_cache))
+    heads = check_queries(q, k_cache, cache)
+    rows = q.shape[0]
     require(block_tables.dim() == 2, "block_tables", "of two dimensions", tuple(block_tables.shape))
     table_shape = (rows, block_tables.shape[1])
     check_operand("block_tables", block_tables, k_cache, shape=table_shape, dtype=torch.int32)
     check_operand("seq_lens", seq_lens, k_cache, shape=(rows,), dtype=torch.int32)
-    require(math.isfinite(scale), "scale", "finite", scale)
-    require(window >= 0, "window", "at least 0", window)
-    require(softcap >= 0.0 and math.isfinite(softcap), "softcap", "at least 0 and finite", softcap)
+    check_scoring(scale, window, softcap)
     check_device(k_cache, paged_decode_split_kernel)
     out = torch.empty((rows, heads, cache.head_dim), dtype=q.dtype, device=q.device)
     if rows == 0:
@@ -273,8 +270,7 @@ def paged_decode(
         seq_lens,
         part,
         lse,
-        scale / softcap if softcap else 0.0,
-        (softcap or scale) * math.log2(math.e),
+        *score_factors(scale, softcap),
         scales.v,
         window,
         *q.stride()[:2],

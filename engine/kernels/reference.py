@@ -40,24 +40,64 @@ def paged_decode(
     scales: Scales = UNSCALED,
 ) -> torch.Tensor:
     """As :func:`engine.kernels.paged_decode.paged_decode`, but the result is float64."""
-    k_tokens, v_tokens = _tokens_first(k_cache.double(), order), _tokens_first(v_cache.double(), order)
-    block_size, kv_heads = k_tokens.shape[1], k_tokens.shape[2]
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
     for row, length in enumerate(seq_lens.tolist()):
-        if length == 0:
-            continue
-        blocks = block_tables[row, : -(-length // block_size)].long()
-        keys = k_tokens[blocks].flatten(0, 1)[:length] * scales.k
-        values = v_tokens[blocks].flatten(0, 1)[:length] * scales.v
-        grouped = q[row].double().unflatten(0, (kv_heads, -1))
-        scores = torch.einsum("hgd,nhd->hgn", grouped, keys) * scale
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
-        if window:
-            scores[..., :-window] = -torch.inf
-        weights = torch.softmax(scores, dim=-1)
-        out[row] = torch.einsum("hgn,nhd->hgd", weights, values).flatten(0, 1)
+        if length:
+            keys = _context(k_cache, block_tables[row], length, order) * scales.k
+            values = _context(v_cache, block_tables[row], length, order) * scales.v
+            out[row] = _attend(q[row : row + 1], keys, values, scale, window, softcap)[0]
     return out
+
+
+def paged_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    order: Order,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """As :func:`engine.kernels.paged_prefill.paged_prefill`, of every sequence, but the result is float64."""
+    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    starts = query_start.tolist()
+    for row, length in enumerate(seq_lens.tolist()):
+        own = slice(starts[row], starts[row + 1])
+        keys = _context(k_cache, block_tables[row], length, order)
+        values = _context(v_cache, block_tables[row], length, order)
+        out[own] = _attend(q[own], keys, values, scale, window, softcap)
+    return out
+
+
+def _attend(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, window: int, softcap: float
+) -> torch.Tensor:
+    """[n, heads, head_dim] of ``q``, the last n tokens of a context [L, kv_heads, head_dim]."""
+    count, length = q.shape[0], keys.shape[0]
+    grouped = q.double().unflatten(1, (keys.shape[1], -1))
+    scores = torch.einsum("thgd,nhd->hgtn", grouped, keys) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    seen = torch.ones(count, length, dtype=torch.bool, device=q.device).tril(length - count)
+    if window:
+        seen = seen.triu(length - count - window + 1)
+    weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), dim=-1)
+    # What no query sees weighs nothing, whatever it is: a block before the window may hold NaN.
+    values = torch.where(seen.any(0)[:, None, None], values, 0.0)
+    return torch.einsum("hgtn,nhd->thgd", weights, values).flatten(1, 2)
+
+
+def _context(cache: torch.Tensor, table: torch.Tensor, length: int, order: Order) -> torch.Tensor:
+    """K or V of a sequence's tokens: float64 [length, kv_heads, head_dim]; zeros where the table leads nowhere."""
+    tokens = _tokens_first(cache, order)
+    blocks = table[: -(-length // tokens.shape[1])].long()
+    found = tokens[blocks.clamp(max=tokens.shape[0] - 1)].double()
+    found[blocks >= tokens.shape[0]] = 0.0
+    return found.flatten(0, 1)[:length]
 
 
 def _tokens_first(cache: torch.Tensor, order: Order) -> torch.Tensor:

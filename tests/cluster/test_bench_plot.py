@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from cluster.bench.case import Case
-from cluster.bench.plot import SUFFIXES, check_plot, series, write_plot
-from cluster.bench.report import Machine, Measured, Outcome, Report, Settings, outcome_table, remarks
+from cluster.bench.machine import Machine
+from cluster.bench.picture import SUFFIXES, check_plot
+from cluster.bench.plot import series, write_plot
+from cluster.bench.report import Measured, Outcome, Report, Settings, outcome_table, remarks
 from cluster.bench.rivals.contest import RivalFigure, RivalState
 from cluster.bench.statistics import latency
 from protocol.errors import ConfigError

@@ -169,3 +169,11 @@ def test_triton_backend_equals_reference_under_the_interpreter() -> None:
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["NHD", "HND", "float8_e4m3", "float8_e5m2"]
+
+
+def test_a_model_by_the_triton_backend_equals_transformers_under_the_interpreter() -> None:
+    cases = Path(__file__).parent / "cases_triton_model.py"
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(cases))
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]

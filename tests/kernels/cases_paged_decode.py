@@ -2,16 +2,15 @@
 
 import pytest
 import torch
-from paged_pools import far_block, poisoned_pool
+from paged_pools import NOWHERE, far_block, poisoned_pool
 
 from engine.float8 import UNSCALED
 from engine.kernels import reference
+from engine.kernels.operands import HEAD_DIMS
 from engine.kernels.paged_decode import MAX_SPLITS, choose_splits, launch, paged_decode
 from protocol.errors import ConfigError, EngineFailure
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-NOWHERE = 1 << 30
-"""A block id that nobody may follow."""
 
 SHAPES = [
     # kv heads, group, head dim, block size
@@ -21,6 +20,7 @@ SHAPES = [
     (2, 4, 96, 4),
     (2, 5, 128, 16),
     (1, 17, 64, 16),
+    (1, 2, 256, 16),
 ]
 
 
@@ -120,7 +120,7 @@ def test_splits_fill_the_gpu_and_never_outnumber_the_tiles():
 
 def test_tiles_are_what_a_dot_takes():
     for dtype in TOLERANCE:
-        for head_dim in (64, 80, 96, 128):
+        for head_dim in HEAD_DIMS:
             assert launch(dtype, head_dim).block_n >= 16
 
 

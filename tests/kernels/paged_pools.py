@@ -8,6 +8,9 @@ from protocol.layout import KVLayout
 LAYERS, LAYER = 3, 1
 NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
+NOWHERE = 1 << 30
+"""A block id that nobody may follow."""
+
 
 def poisoned_pool(num_blocks, kv_heads, head_dim, block_size, dtype, order, device):
     """A pool of NaN, and the views of one layer's K and V that kernels are given."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
+CASES = ("cases_store_kv.py", "cases_paged_decode.py", "cases_paged_prefill.py", "cases_float8.py")
 
 
 def run_cases(*names, cache, **environment):
@@ -30,8 +31,7 @@ def run_cases(*names, cache, **environment):
 
 
 def test_kernels_equal_their_reference_in_the_interpreter(tmp_path):
-    names = ("cases_interpreter.py", "cases_store_kv.py", "cases_paged_decode.py", "cases_float8.py")
-    run_cases(*names, cache=tmp_path, TRITON_INTERPRET="1")
+    run_cases("cases_interpreter.py", *CASES, cache=tmp_path, TRITON_INTERPRET="1")
 
 
 def test_kernels_compile_within_budget_for_every_gpu(tmp_path):
@@ -41,7 +41,7 @@ def test_kernels_compile_within_budget_for_every_gpu(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_kernels_equal_their_reference_on_the_gpu(tmp_path):
-    run_cases("cases_store_kv.py", "cases_paged_decode.py", "cases_float8.py", cache=tmp_path)
+    run_cases(*CASES, cache=tmp_path)
 
 
 def test_importing_the_package_loads_no_triton():

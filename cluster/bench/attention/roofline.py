@@ -1,0 +1,103 @@
+"""What a step's attention must read and multiply at least, and how fast this device does either.
+
+The roofline (Williams et al., 2009): no program is faster than the slower of its bytes at the memory's speed and its
+products at the speed of one large product.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+
+from cluster.bench.attention.case import AttentionCase
+from cluster.bench.attention.shape import HeadShape
+
+Bound = Literal["memory", "compute"]
+HOST_READ_BYTES, DEVICE_READ_BYTES = 256 << 20, 2 << 30
+"""Read at once; far more than the caches of a CPU, and of a GPU, hold."""
+HOST_SIDE, DEVICE_SIDE = 1024, 8192
+"""Of the square matrices that are multiplied."""
+
+
+class Work(NamedTuple):
+    """Of one layer.
+
+    Attributes:
+        nbytes: K and V of the tokens that are seen, once, with the queries and what comes of them.
+        flops: two for each multiplication in scores and weighted sums, over the pairs that are seen only.
+    """
+
+    nbytes: int
+    flops: int
+
+
+class Rates(NamedTuple):
+    """Of this device; bytes and operations a second."""
+
+    read: float
+    multiply: float
+
+
+def work_of(case: AttentionCase, shape: HeadShape, itemsize: int, window: int) -> Work:
+    """The work of one layer; ``window`` 0 sees all."""
+    reach = window or case.context
+    # Query i sees min(reach, cached + 1 + i) tokens; the first `ramp` of them less than their reach.
+    ramp = min(max(reach - case.cached - 1, 0), case.queries)
+    pairs = ramp * (case.cached + 1) + ramp * (ramp - 1) // 2 + (case.queries - ramp) * reach
+    keys = min(case.context, case.queries + reach - 1)
+    elements = 2 * keys * shape.kv_heads + 2 * case.queries * shape.heads
+    return Work(
+        nbytes=case.batch * elements * shape.head_dim * itemsize,
+        flops=case.batch * 4 * pairs * shape.heads * shape.head_dim,
+    )
+
+
+def floor(work: Work, rates: Rates) -> tuple[float, Bound]:
+    """Seconds that the work takes at least, and what for."""
+    memory, compute = work.nbytes / rates.read, work.flops / rates.multiply
+    return (memory, "memory") if memory >= compute else (compute, "compute")
+
+
+class Device:
+    """A device and what it can do.
+
+    Args:
+        device: which.
+        dtype: of the products.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device = device
+        on_host = device.type == "cpu"
+        read, side = (HOST_READ_BYTES, HOST_SIDE) if on_host else (DEVICE_READ_BYTES, DEVICE_SIDE)
+        self._memory = torch.ones(read // 4, dtype=torch.int32, device=device)
+        self._square = torch.randn(side, side, device=device).to(dtype)
+
+    @property
+    def name(self) -> str:
+        """For a person."""
+        return "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
+
+    def synchronize(self) -> None:
+        """Wait for all that has been asked of it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Seconds of one call of ``work``, to its end."""
+        self.synchronize()
+        began = time.perf_counter()
+        work()
+        self.synchronize()
+        return time.perf_counter() - began
+
+    def read(self) -> float:
+        """Read so much that no cache holds anything else then; bytes a second."""
+        return self._memory.nbytes / self.seconds(lambda: self._memory.sum(dtype=torch.int32))
+
+    def multiply(self) -> float:
+        """One large product; operations a second."""
+        return float(2 * self._square.shape[0] ** 3 / self.seconds(lambda: self._square @ self._square))
