@@ -10,7 +10,7 @@ from engine.config import EngineConfig
 from kv_transfer.choice import AUTO, MODES
 from kv_transfer.transport import GPUDIRECT, GpuDirect
 from protocol.errors import ConfigError
-from protocol.wire_layout import WIRE_ITEMSIZE, WireDtype
+from protocol.wire_layout import WIRE_DTYPES, WireDtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class DecodeConfig:
             ("transport", self.transport in MODES, f"one of {', '.join(MODES)}"),
             ("gpudirect", self.gpudirect in GPUDIRECT, f"one of {', '.join(GPUDIRECT)}"),
             ("transfer_timeout", self.transfer_timeout > 0, "above 0"),
-            ("wire_dtype", self.wire_dtype in (None, *WIRE_ITEMSIZE), f"one of {', '.join(WIRE_ITEMSIZE)}, or None"),
+            ("wire_dtype", self.wire_dtype in (None, *WIRE_DTYPES), f"one of {', '.join(WIRE_DTYPES)}, or None"),
             ("max_waiting", self.max_waiting >= 1, "at least 1"),
             ("preemption", self.preemption in PREEMPTIONS, f"one of {', '.join(PREEMPTIONS)}"),
             ("swap_bytes", 0 <= self.swap_bytes <= 1 << 44, "in [0, 2**44]"),

@@ -50,7 +50,7 @@ finish_reasons = st.sampled_from([None, "stop", "length"])
 keys = st.builds(RequestKey, st.text(_id_letters, min_size=1, max_size=64), st.integers(0, 1 << 16))
 peers = st.builds(Peer, st.text(_id_letters + ".", min_size=1, max_size=128), st.integers(0, (1 << 63) - 1))
 
-layouts = st.builds(
+_plain_layouts = st.builds(
     KVLayout,
     num_layers=st.integers(1, 1 << 20),
     kv_heads=st.integers(1, 1 << 20),
@@ -61,6 +61,16 @@ layouts = st.builds(
     shard_index=st.just(0),
     shard_count=st.integers(1, 1 << 20),
 )
+_eight_bit_layouts = st.builds(
+    KVLayout,
+    num_layers=st.just(2),
+    kv_heads=st.integers(1, 1 << 20),
+    head_dim=st.integers(1, 1 << 20),
+    block_size=st.integers(1, 1 << 20),
+    dtype=st.sampled_from(["float8_e4m3", "float8_e5m2"]),
+    scales=st.just(()) | st.lists(st.floats(2.0**-64, 2.0**64), min_size=4, max_size=4).map(tuple),
+)
+layouts = _plain_layouts | _eight_bit_layouts
 
 samplings = st.builds(
     SamplingParams,
