@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from paper_engine import PaperEngine
 
-from decode_worker.scheduler import DecodeScheduler, chunks_of
+from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequence import Sequence, SequenceState, import_owner, quarantine_owner
 from decode_worker.speculation import Speculation
 from decode_worker.speculator import Speculator
+from decode_worker.step import chunks_of
 from engine.batch import Draw
 from engine.block_pool import BlockPool
 from engine.prefix_index import block_hashes
