@@ -23,6 +23,7 @@ from engine.copy_queue import CopyQueue, copy_queue
 from engine.decode_graphs import DecodeGraphs
 from engine.grammar import Grammars
 from engine.graph_batches import default_batches
+from engine.host_link import upload
 from engine.kv_cache import TORCH_DTYPES, KVCache
 from engine.kv_scales import cache_scales
 from engine.layer_watch import LayerWatch
@@ -150,8 +151,10 @@ class ModelRunner:
         logits = self.logits(chunks, watch)
         if rows:
             with _mapped(f"drawing {len(rows)} tokens"):
-                # Forks of a chunk see the same logits.
-                drawn = iter(sample(logits if len(rows) == len(indices) else logits[source], rows))
+                if len(rows) > len(indices):
+                    # Forks of a chunk see the same logits.
+                    logits = logits[upload(source, torch.int64, self.device)]
+                drawn = iter(sample(logits, rows))
             for index in indices:
                 draws[index] = next(drawn)._replace(forks=tuple(islice(drawn, len(chunks[index].forks))))
         return draws
@@ -174,7 +177,8 @@ class ModelRunner:
         with _mapped(f"a step of {len(batch.token_ids)} tokens"), self._marked(), torch.inference_mode():
             if copies := [chunk.copied for chunk in chunks if chunk.copied is not None]:
                 self.cache.copy_blocks(copies)
-            if self._graphs is not None and watch is None:
+            # A span is told of from the hidden states, which a replay does not give.
+            if self._graphs is not None and watch is None and all(chunk.span is None for chunk in chunks):
                 replayed = self._graphs.logits(batch)
                 if replayed is not None:
                     return replayed
@@ -230,9 +234,9 @@ class ModelRunner:
         greedy = SamplingParams(temperature=0.0)
         self.execute([Chunk([0] * count, 0, table, greedy)])
         self.execute([Chunk([0], 0, table, greedy)] * self.config.max_sequences)
-        self.grammars.warm_up()
         if decodes and self.device.type == "cuda" and self.config.cuda_graphs == "auto":
             self.capture_decodes(CudaRecorder(self.device))
+        self.grammars.warm_up()
 
     def capture_decodes(self, recorder: Recorder) -> tuple[int, ...]:
         """Have steps of decodes recorded, and replayed from now on.

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from oracle import Oracle
 from rack import Rack, rack
 
+from decode_worker.speculation import Speculation
 from kv_transfer.ucx import describe
 from protocol.sampling import SamplingParams
 from router.front.generation import Generation
@@ -186,6 +187,7 @@ def test_the_text_is_that_of_transformers(family: str, models: Models, equality_
         length=st.integers(1, 48),
         warm=st.lists(ASKS, max_size=2),
         asks=st.lists(ASKS, min_size=2, max_size=6),
+        guess=st.sampled_from([None, Speculation(min_match=1), Speculation(tokens=7, min_match=1)]),
         seed=st.integers(0, 1 << 16),
     )
     def explore(
@@ -198,6 +200,7 @@ def test_the_text_is_that_of_transformers(family: str, models: Models, equality_
         length: int,
         warm: list[Ask],
         asks: list[Ask],
+        guess: Speculation | None,
         seed: int,
     ) -> None:
         path, oracle = models.of(family, choice)
@@ -214,6 +217,7 @@ def test_the_text_is_that_of_transformers(family: str, models: Models, equality_
             "decode_engine": decode.engine(),
             "transfer": transfer,
             "prefill_transfer": {"layers_per_ship": layers},
+            "decode_transfer": {"speculation": guess},
             "ship_by": transport,
             "listen_by": transport,
         }

@@ -13,6 +13,7 @@ from oracle import Oracle
 from rack import Rack, rack, until
 from test_handoff_faults import Gate
 
+from decode_worker.speculation import Speculation
 from protocol.ids import Peer
 from protocol.messages import Message
 from protocol.sampling import SamplingParams
@@ -63,6 +64,20 @@ async def test_one_prefill_and_one_handoff_serve_all(tiny_llama_dir: Path, tiny_
         # And greedy, where a wrong copy would show against the oracle.
         greedy = await ask_together(running, copies(prompt, 3, temperature=0.0))
         assert greedy == [tiny_oracle.greedy(prompt, 14)] * 3
+
+
+@pytest.mark.parametrize("length", [BLOCK - 1, BLOCK, 2 * BLOCK + 1])
+async def test_each_continuation_guesses_for_itself(tiny_llama_dir: Path, tiny_oracle: Oracle, length: int) -> None:
+    prompt = prompt_of(length, tiny_oracle) * 3
+    guessing = {"speculation": Speculation(tokens=5, min_match=1)}
+    async with rack(tiny_llama_dir) as plain:
+        expected = await ask_together(plain, copies(prompt, 4, max_tokens=40, temperature=0.7))
+    async with rack(tiny_llama_dir, decode_transfer=guessing) as running:
+        assert await ask_together(running, copies(prompt, 4, max_tokens=40, temperature=0.7)) == expected
+        greedy = await ask_together(running, copies(prompt, 3, max_tokens=40, temperature=0.0))
+        assert greedy == [tiny_oracle.greedy(prompt, 40)] * 3
+        load = running.decode[0].load()
+        assert load.draft_tokens >= load.accepted_tokens > 0
 
 
 async def test_the_shared_partial_block_is_copied_when_it_is_written(tiny_llama_dir: Path, tiny_oracle: Oracle) -> None:

@@ -39,6 +39,8 @@ _id_letters = "abcXYZ012_-"
 counts = st.integers(0, (1 << 62) - 1)
 token_ids = st.integers(0, (1 << 31) - 1)
 seconds = st.floats(0.0, 1e9)
+seniorities = st.floats(-1e9, 1e9)
+rates = st.floats(0.0, 1e15)
 texts = st.text(st.characters(codec="utf-8"), max_size=40)
 addresses = st.text("abc:/.0", min_size=1, max_size=30)
 tickets = st.binary(min_size=16, max_size=16)
@@ -156,6 +158,7 @@ _leg = {
     "sampling": samplings,
     "lease_ttl": seconds,
     "cache_salt": st.text("salt", max_size=128),
+    "seniority": seniorities,
     "forks": st.lists(st.builds(Fork, keys, st.integers(0, (1 << 63) - 1)), max_size=4).map(tuple),
 }
 
@@ -168,7 +171,9 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Message]] = {
         prompt_logprobs_from=st.integers(1, 1 << 20),
         **_leg,
     ),
-    Reserve: st.builds(Reserve, prefill=st.builds(PrefillAddress, peer=peers, endpoint=addresses), **_leg),
+    Reserve: st.builds(
+        Reserve, prefill=st.builds(PrefillAddress, peer=peers, endpoint=addresses), prefill_rate=rates, **_leg
+    ),
     Cancel: st.builds(Cancel, key=keys, reason=texts),
     PromptLogprobs: st.builds(PromptLogprobs, key=keys, start=st.integers(1, 1 << 20), table=logprob_tables()),
     Tokens: st.builds(
