@@ -174,8 +174,9 @@ def launch(dtype: torch.dtype, head_dim: int, eighth: int = 0) -> Launch:
     if dtype == torch.float32:
         # Exact float32 dots run without tensor cores and hold their operands in registers: longer tiles spill on sm_90.
         return Launch(block_n=32 if head_dim <= 64 else 16, num_warps=4, num_stages=2)
+    block_n = 64 if head_dim <= 128 else 32
     # Elements that are widened pass through registers: longer tiles are over the budget on sm_90.
-    return Launch(block_n=64 if head_dim <= (64 if eighth else 128) else 32, num_warps=4, num_stages=2)
+    return Launch(block_n=block_n // 2 if eighth and head_dim > 64 else block_n, num_warps=4, num_stages=2)
 
 
 def split_constants(
