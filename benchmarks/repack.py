@@ -15,7 +15,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from engine.repack import WIRE_DTYPES, pack, unpack
+from engine.kv_cache import TORCH_DTYPES
+from engine.repack import pack, unpack
 from kv_transfer.conversion import convert
 from kv_transfer.staging import PIECE_BYTES
 from protocol.layout import KVLayout
@@ -53,7 +54,7 @@ class Case:
         self._wire = wire
         self.count = wire.layout.blocks_for(BLOCKS * SOURCE.block_size)
         self._made = torch.zeros(self.count * wire.block_bytes, dtype=torch.uint8)
-        self._target = torch.zeros(wire.layout.pool_shape(self.count), dtype=WIRE_DTYPES[wire.layout.dtype])
+        self._target = torch.zeros(wire.layout.pool_shape(self.count), dtype=TORCH_DTYPES[wire.layout.dtype])
 
     def pack(self) -> None:
         """Make all blocks, piece by piece, plans included."""

@@ -16,9 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from decode_worker.scheduler import DecodeScheduler, chunks_of
+from decode_worker.scheduler import DecodeScheduler
 from decode_worker.speculation import Speculation
 from decode_worker.speculator import Speculator
+from decode_worker.step import chunks_of
 from engine.batch import Chunk
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig

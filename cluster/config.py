@@ -38,6 +38,7 @@ class EngineSection(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         dtype: "auto", "float32", "float16" or "bfloat16".
+        kv_cache_dtype: "auto", "float8_e4m3" or "float8_e5m2".
         device: "auto", "cpu" or "cuda:0" and the like.
         block_size: tokens per KV block.
         order: inner order of a KV block, "NHD" or "HND".
@@ -53,6 +54,7 @@ class EngineSection(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     dtype: str | None = None
+    kv_cache_dtype: str | None = None
     device: str | None = None
     block_size: int | None = None
     order: str | None = None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from decode_worker.preemption import PREEMPTIONS, Preemption
 from decode_worker.speculation import Speculation
 from engine.config import EngineConfig
 from kv_transfer.choice import AUTO, MODES
 from kv_transfer.transport import GPUDIRECT, GpuDirect
 from protocol.errors import ConfigError
-from protocol.wire_layout import WIRE_ITEMSIZE, WireDtype
+from protocol.wire_layout import WIRE_DTYPES, WireDtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,10 @@ class DecodeConfig:
         gpudirect: whether RDMA reads and writes a pool on a GPU itself: where it can, always, or never.
         wire_dtype: element type in which blocks cross; None is the pool's own. Another one costs precision.
         max_waiting: requests in the queue for a reservation before new ones are refused.
+        preemption: how a sequence makes room when the pool is full: "swap", into host memory while there is any left;
+            "recompute", by a fresh prefill; "auto", by what is predicted to cost less.
+        swap_bytes: host memory at most for sequences that are swapped out. On a CPU its pages are taken only when it
+            comes to that; on a GPU all of it is pinned.
         speculation: how tokens are guessed ahead of the model; None guesses none.
 
     Raises:
@@ -47,6 +52,8 @@ class DecodeConfig:
     gpudirect: GpuDirect = "auto"
     wire_dtype: WireDtype | None = None
     max_waiting: int = 1024
+    preemption: Preemption = "auto"
+    swap_bytes: int = 256 << 20
     speculation: Speculation | None = None
 
     def __post_init__(self) -> None:
@@ -57,8 +64,10 @@ class DecodeConfig:
             ("transport", self.transport in MODES, f"one of {', '.join(MODES)}"),
             ("gpudirect", self.gpudirect in GPUDIRECT, f"one of {', '.join(GPUDIRECT)}"),
             ("transfer_timeout", self.transfer_timeout > 0, "above 0"),
-            ("wire_dtype", self.wire_dtype in (None, *WIRE_ITEMSIZE), f"one of {', '.join(WIRE_ITEMSIZE)}, or None"),
+            ("wire_dtype", self.wire_dtype in (None, *WIRE_DTYPES), f"one of {', '.join(WIRE_DTYPES)}, or None"),
             ("max_waiting", self.max_waiting >= 1, "at least 1"),
+            ("preemption", self.preemption in PREEMPTIONS, f"one of {', '.join(PREEMPTIONS)}"),
+            ("swap_bytes", 0 <= self.swap_bytes <= 1 << 44, "in [0, 2**44]"),
         ):
             if not valid:
                 raise ConfigError(f"{name} must be {wanted}, got {getattr(self, name)!r}", field=name)

@@ -80,6 +80,11 @@ class Imports:
         self._peers: dict[str, Peer] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
+    @property
+    def rate(self) -> float:
+        """Bytes per second at which blocks have landed; 0 before the first."""
+        return self.kv_bytes / self.kv_seconds if self.kv_seconds else 0.0
+
     def wait(self, sequence: Sequence) -> None:
         """A request waits for a reservation: keep its lease alive meanwhile."""
         request = sequence.request

@@ -1,18 +1,18 @@
 """Which sequences take part in the next step, who gets room, and who must give it back. Pure bookkeeping, no I/O.
 
-Admission is first come first served: a sequence is reserved with every block its prompt lacks, and only while each
-sequence already there could still grow by a block. When the pool is full all the same, the youngest sequence is
-preempted: it goes back to the router for a fresh prefill, so the oldest always gets on and nobody starves.
+The senior goes first: who waits longest, each one's priority included (:mod:`router.priority`). A sequence is reserved
+with every block its prompt lacks, and only while each sequence already there could still grow by a block. When the pool
+is full all the same, the junior makes room: it is swapped out to host memory and comes back in its turn, or it goes
+back to the router for a fresh prefill. So the senior always gets on, and as everybody becomes it, nobody starves.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from itertools import islice
-
-import msgspec
+from operator import attrgetter
 
 from decode_worker.reach import Reach
 from decode_worker.sequence import (
@@ -20,48 +20,23 @@ from decode_worker.sequence import (
     Sequence,
     SequenceEvent,
     SequenceState,
+    forked,
     import_owner,
+    seal_last,
     table_owner,
 )
 from decode_worker.shared_tails import SharedTails
 from decode_worker.speculator import Speculator
-from engine.batch import Chunk, Draw
+from decode_worker.step import Output, Step
+from decode_worker.swap_book import SwapBook
+from engine.batch import Draw
 from engine.block_pool import BlockPool
-from engine.prefix_index import block_hashes, extend, root_hash
+from engine.prefix_index import block_hashes
 from protocol.errors import PoolExhausted
 from protocol.ids import Peer, RequestKey
+from protocol.layout import PADDING_BLOCK
 from protocol.messages import Reserve
 from protocol.sampling import FinishReason
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """What one sequence got out of a step.
-
-    Attributes:
-        sequence: whose.
-        start: index of the first token in the request's whole output.
-        draws: the tokens: one, and one for each token of a draft that was right.
-        finish_reason: set with the last token.
-    """
-
-    sequence: Sequence
-    start: int
-    draws: tuple[Draw, ...]
-    finish_reason: FinishReason | None
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What the next step computes, and who had to make room for it.
-
-    Attributes:
-        sequences: one token each, and their drafts.
-        preempted: already dropped; their imports are still to be closed, and the router to be told.
-    """
-
-    sequences: tuple[Sequence, ...]
-    preempted: tuple[Sequence, ...]
 
 
 class DecodeScheduler:
@@ -71,6 +46,8 @@ class DecodeScheduler:
         pool: holds the blocks.
         block_size: tokens per block.
         max_sequences: reserved and running side by side.
+        swaps: host memory for sequences that make room; by default there is none.
+        prefers_swap: whether a sequence is better swapped out than prefilled anew.
         window: tokens that the model reads back at most; 0 for all.
         speculator: drafts tokens for the steps; None where they have one row per sequence.
     """
@@ -81,15 +58,19 @@ class DecodeScheduler:
         *,
         block_size: int,
         max_sequences: int,
+        swaps: SwapBook | None = None,
+        prefers_swap: Callable[[Sequence], bool] = lambda sequence: True,
         window: int = 0,
         speculator: Speculator | None = None,
     ) -> None:
         self._pool = pool
+        self._swaps = SwapBook(0) if swaps is None else swaps
+        self._prefers_swap = prefers_swap
         self._speculator = speculator
         self._block_size = block_size
         self._max_sequences = max_sequences
         self._arrivals = 0
-        self._waiting: deque[Sequence] = deque()
+        self._waiting: list[Sequence] = []
         self._live: dict[RequestKey, Sequence] = {}
         self._in_step: tuple[Sequence, ...] = ()
         self._tails = SharedTails(pool)
@@ -97,8 +78,8 @@ class DecodeScheduler:
 
     @property
     def waiting(self) -> int:
-        """Sequences without a reservation."""
-        return len(self._waiting)
+        """Sequences that wait for room: without a reservation, or swapped out."""
+        return len(self._waiting) + len(self._swaps.waiting)
 
     @property
     def waiting_tokens(self) -> int:
@@ -113,27 +94,27 @@ class DecodeScheduler:
     @property
     def empty_slots(self) -> int:
         """Slots behind the last token of each sequence, less than a block of each; those of a shared block once."""
-        ends = {
-            sequence.block_table[-1]: len(sequence.block_table) * self._block_size - len(sequence.token_ids)
-            for sequence in self._live.values()
-        }
+        ends = {}
+        for sequence in self._live.values():
+            filled = len(sequence.token_ids) + len(sequence.draft)
+            ends[sequence.block_table[-1]] = len(sequence.block_table) * self._block_size - filled
         return sum(max(0, slots) for slots in ends.values())
 
     @property
     def idle(self) -> bool:
-        """Whether no sequence is reserved or running."""
-        return not self._live
+        """Whether no sequence is reserved, running or swapped out."""
+        return not self._live and not self._swaps.waiting
 
     def find(self, key: RequestKey) -> Sequence | None:
         """The live sequence of ``key``."""
-        found = self._live.get(key)
+        found = self._live.get(key) or self._swaps.find(key)
         if found is None:
             found = next((sequence for sequence in self._waiting if sequence.key == key), None)
         return found
 
     def asked_by(self, router: Peer) -> list[RequestKey]:
         """Live sequences of one router."""
-        everything = (*self._live.values(), *self._waiting)
+        everything = (*self._live.values(), *self._swaps.waiting, *self._waiting)
         return [sequence.key for sequence in everything if sequence.router == router]
 
     def prefill_endpoints(self) -> frozenset[str]:
@@ -142,7 +123,7 @@ class DecodeScheduler:
         return frozenset(
             sequence.request.prefill.endpoint
             for sequence in everything
-            if sequence.tracker.state is not SequenceState.RUNNING
+            if sequence.tracker.state in (SequenceState.WAITING, SequenceState.IMPORTING)
         )
 
     @property
@@ -150,11 +131,11 @@ class DecodeScheduler:
         return sum(sequence.lanes for sequence in self._live.values())
 
     def add(self, request: Reserve, router: Peer, now: float) -> Sequence:
-        """Queue a request for a reservation."""
+        """Queue a request for a reservation, behind those that are its seniors or its equals."""
         sequence = Sequence(
             request=request,
             router=router,
-            order=self._arrivals,
+            order=(now - request.seniority, self._arrivals),
             arrived=now,
             tracker=SEQUENCES.start(str(request.key)),
             token_ids=list(request.token_ids),
@@ -163,19 +144,27 @@ class DecodeScheduler:
             lanes=1 + len(request.forks),
         )
         self._arrivals += sequence.lanes
-        self._waiting.append(sequence)
+        insort(self._waiting, sequence, key=attrgetter("order"))
         return sequence
 
     def admit(self) -> list[Sequence]:
-        """Reserve blocks for waiting sequences, oldest first, while they fit; those are IMPORTING now."""
+        """Give blocks to who waits for them, the senior first, while they fit.
+
+        Returns:
+            Sequences that are IMPORTING now, and such that are SWAPPING_IN: their slots are still to be copied.
+        """
         admitted = []
-        while self._waiting:
-            sequence = self._waiting[0]
-            if self._lanes + sequence.lanes > self._max_sequences or not self._place(sequence):
+        while True:
+            sequence = min((*self._waiting[:1], *self._swaps.senior()), key=attrgetter("order"), default=None)
+            if sequence is None or self._lanes + sequence.lanes > self._max_sequences or not self._place(sequence):
                 break
-            self._waiting.popleft()
             self._live[sequence.key] = sequence
-            sequence.tracker.move(SequenceEvent.RESERVE)
+            if sequence.tracker.state is SequenceState.SWAPPED:
+                self._swaps.called_back(sequence)
+                sequence.tracker.move(SequenceEvent.SWAP_IN)
+            else:
+                self._waiting.pop(0)
+                sequence.tracker.move(SequenceEvent.RESERVE)
             admitted.append(sequence)
         return admitted
 
@@ -204,42 +193,28 @@ class DecodeScheduler:
             index: of the fork in its request.
             next_token: the fork's own first token.
         """
-        fork, request = first.request.forks[index], first.request
-        sequence = Sequence(
-            request=msgspec.structs.replace(request, key=fork.key, sampling=fork.sampling(request.sampling), forks=()),
-            router=first.router,
-            order=first.order + 1 + index,
-            arrived=first.arrived,
-            tracker=SEQUENCES.start(str(fork.key)),
-            token_ids=[*first.token_ids[: first.computed], next_token],
-            hashes=list(first.hashes),
-            produced=request.emitted + 1,
-            computed=first.computed,
-            committed=first.committed,
-            block_table=list(first.block_table),
-            passed=first.passed,
-            cached_blocks=first.cached_blocks,
-        )
-        self._pool.share(table_owner(fork.key), sequence.block_table[first.passed :])
-        self._live[fork.key] = sequence
+        sequence = forked(first, index, next_token)
+        self._pool.share(table_owner(sequence.key), sequence.block_table[first.passed :])
+        self._live[sequence.key] = sequence
         sequence.tracker.move(SequenceEvent.FORK)
         if self._speculator is not None:
             self._speculator.begin(sequence)
         return sequence
 
     def next_step(self) -> Step:
-        """Every running sequence that has room for one more token, oldest first. One step at a time."""
+        """Every running sequence that has room for one more token, the senior first. One step at a time."""
         assert not self._in_step, "the last step has not been completed"
         preempted: list[Sequence] = []
+        swapped_out: list[Sequence] = []
         self._in_step = tuple(
             sequence
             for sequence in sorted(self._live.values(), key=lambda live: live.order)
             # Growing one sequence may preempt a later one of this very list, so the state is read when its turn comes.
-            if sequence.tracker.state is SequenceState.RUNNING and self._grow(sequence, preempted)
+            if sequence.tracker.state is SequenceState.RUNNING and self._grow(sequence, preempted, swapped_out)
         )
         if self._speculator is not None:
             self._speculator.draft(self._in_step, self._lanes)
-        return Step(self._in_step, tuple(preempted))
+        return Step(self._in_step, tuple(preempted), tuple(swapped_out))
 
     def complete_step(self, draws: Seq[Draw | None]) -> list[Output]:
         """Account for the step that :meth:`next_step` gave; ``draws`` holds one per chunk of :func:`chunks_of`."""
@@ -271,6 +246,40 @@ class DecodeScheduler:
         self._end_step()
         return failed
 
+    def copied(self, sequence: Sequence, now: float) -> None:
+        """The copy of a sequence to its slots, or from them, has ended well."""
+        state = sequence.tracker.state
+        if state is SequenceState.LEAVING:
+            self._leave(sequence, SequenceEvent.COPY_ENDED)
+            return
+        sequence.tracker.move(SequenceEvent.COPIED)
+        if state is SequenceState.SWAPPING_OUT:
+            del self._live[sequence.key]
+            self._pool.release_all(table_owner(sequence.key))
+            sequence.block_table = []
+            sequence.swapped = now
+            self._swaps.went_out(sequence)
+            return
+        self._swaps.give_back(sequence.key)
+        sequence.slots = []
+        for index in range(sequence.cached_blocks, len(sequence.hashes)):
+            self._pool.seal(sequence.block_table[index], sequence.hashes[index])
+
+    def copy_failed(self, sequence: Sequence) -> bool:
+        """The copy of a sequence failed, and with it the sequence; whether nobody had dropped it."""
+        dropped = sequence.tracker.state is SequenceState.LEAVING
+        if not dropped:
+            sequence.tracker.move(SequenceEvent.DROP_IN_COPY)
+        self._leave(sequence, SequenceEvent.COPY_ENDED)
+        return not dropped
+
+    def give_up(self, before: float) -> list[Sequence]:
+        """Drop the sequences that have been swapped out since before then; the router is still to be told."""
+        overdue = self._swaps.overdue(before)
+        for sequence in overdue:
+            self.drop(sequence.key)
+        return overdue
+
     def drop(self, key: RequestKey) -> Sequence | None:
         """End a live sequence; its blocks go once no step writes them. Blocks of an open import stay with the import.
 
@@ -283,8 +292,14 @@ class DecodeScheduler:
         if sequence in self._in_step:
             sequence.tracker.move(SequenceEvent.DROP_IN_STEP)
             return sequence
+        if sequence.copying:
+            sequence.tracker.move(SequenceEvent.DROP_IN_COPY)
+            return sequence
         if sequence.tracker.state is SequenceState.WAITING:
             self._waiting.remove(sequence)
+        elif sequence.tracker.state is SequenceState.SWAPPED:
+            self._swaps.called_back(sequence)
+            self._swaps.give_back(key)
         else:
             del self._live[key]
             self._pool.release_all(table_owner(key))
@@ -304,7 +319,7 @@ class DecodeScheduler:
         for draw, foreseen in zip(drawn, (*sequence.draft, None), strict=True):
             assert draw is not None, "every row of a decode step draws a token"
             sequence.computed += 1
-            self._seal_last(sequence)
+            seal_last(sequence, self._pool)
             sequence.token_ids.append(draw.token_id)
             sequence.produced += 1
             kept.append(draw)
@@ -316,30 +331,33 @@ class DecodeScheduler:
         self._reach.let_go(sequence)
         return Output(sequence, start, tuple(kept), finish_reason)
 
-    def _leave(self, sequence: Sequence) -> None:
-        sequence.tracker.move(SequenceEvent.STEP_ENDED)
+    def _leave(self, sequence: Sequence, event: SequenceEvent = SequenceEvent.STEP_ENDED) -> None:
+        sequence.tracker.move(event)
         del self._live[sequence.key]
         self._pool.release_all(table_owner(sequence.key))
+        self._swaps.give_back(sequence.key)
 
     def _place(self, sequence: Sequence) -> bool:
         key = sequence.key
-        hit = self._pool.match(sequence.hashes)
+        back = sequence.tracker.state is SequenceState.SWAPPED
+        # What a window has passed is not wanted, and what comes after it is not looked for without it.
+        hit = [] if sequence.passed else self._pool.match(sequence.hashes)
         self._pool.share(table_owner(key), hit)
-        wanted = -(-len(sequence.token_ids) // self._block_size) - len(hit)
+        wanted = (len(sequence.slots) if back else -(-len(sequence.token_ids) // self._block_size)) - len(hit)
         # Every sequence already there, and this one, may need one more block at its next step.
         if self._live and self._pool.available < wanted + self._lanes + sequence.lanes:
             self._pool.release_all(table_owner(key))
             return False
         try:
-            fresh = self._pool.allocate(import_owner(key), wanted)
+            fresh = self._pool.allocate(table_owner(key) if back else import_owner(key), wanted)
         except PoolExhausted:
             self._pool.release_all(table_owner(key))
             return False
-        sequence.block_table = [*hit, *fresh]
-        sequence.cached_blocks = len(hit)
+        sequence.block_table = [*[PADDING_BLOCK] * sequence.passed, *hit, *fresh]
+        sequence.cached_blocks = sequence.passed + len(hit)
         return True
 
-    def _grow(self, sequence: Sequence, preempted: list[Sequence]) -> bool:
+    def _grow(self, sequence: Sequence, preempted: list[Sequence], swapped_out: list[Sequence]) -> bool:
         index = sequence.computed // self._block_size
         while True:
             if index < len(sequence.block_table) and not self._tails.shared(sequence.block_table[index]):
@@ -347,52 +365,30 @@ class DecodeScheduler:
             try:
                 (block,) = self._pool.allocate(table_owner(sequence.key), 1)
             except PoolExhausted:
-                victim = max(self._live.values(), key=lambda live: live.order)
+                victim = max(self._live.values(), key=attrgetter("order"))
                 if victim is sequence and len(self._live) == 1:
                     # Only blocks that a transport may still touch are in the way; they come free by themselves.
                     return False
-                importing = victim.tracker.state is SequenceState.IMPORTING
+                if any(live.copying for live in self._live.values()):
+                    # A copy is soon over, and then there is room, or somebody else to make it.
+                    return False
+                state = victim.tracker.state
+                if state is SequenceState.RUNNING and self._swap_out(victim):
+                    swapped_out.append(victim)
+                    return False
                 self.drop(victim.key)
                 preempted.append(victim)
                 # An import's blocks come free only once its window is quiet: wait for them, rather than take more.
-                if importing or victim is sequence:
+                if state is SequenceState.IMPORTING or victim is sequence:
                     return False
             else:
                 self._tails.put(sequence, index, block)
                 return True
 
-    def _seal_last(self, sequence: Sequence) -> None:
-        if sequence.computed % self._block_size:
-            return
-        index = sequence.computed // self._block_size - 1
-        parent = sequence.hashes[-1] if sequence.hashes else root_hash(sequence.request.cache_salt.encode())
-        stop = sequence.computed
-        sequence.hashes.append(extend(parent, sequence.token_ids[stop - self._block_size : stop]))
-        self._pool.seal(sequence.block_table[index], sequence.hashes[index])
-
-
-def chunks_of(sequences: Seq[Sequence]) -> list[Chunk]:
-    """The engine's view of a step: the last token of each sequence, then each of its draft's, as if it had come.
-
-    One chunk per token, over the same blocks: attention computes each as a decode, just as in a step of its own.
-    """
-    return [
-        Chunk(
-            token_ids=(token,),
-            start=sequence.computed + ahead,
-            block_table=sequence.block_table,
-            sampling=sequence.request.sampling,
-            position=sequence.produced + ahead,
-            history=_history(sequence, ahead),
-            copied=None if ahead else sequence.copied,
-        )
-        for sequence in sequences
-        for ahead, token in enumerate((sequence.token_ids[-1], *sequence.draft))
-    ]
-
-
-def _history(sequence: Sequence, ahead: int) -> Seq[int]:
-    """The tokens before the draw of a sequence's row, ``ahead`` of its draft among them, where it looks back."""
-    if not sequence.request.sampling.looks_back:
-        return ()
-    return [*sequence.token_ids, *sequence.draft[:ahead]] if ahead else sequence.token_ids
+    def _swap_out(self, victim: Sequence) -> bool:
+        slots = -(-victim.computed // self._block_size) - victim.passed
+        if not self._swaps.fits(slots) or not self._prefers_swap(victim):
+            return False
+        victim.tracker.move(SequenceEvent.SWAP_OUT)
+        victim.slots = self._swaps.take(victim.key, slots)
+        return True

@@ -20,16 +20,17 @@ from decode_worker.config import DecodeConfig
 from decode_worker.imports import Imports
 from decode_worker.peers import PrefillPeers
 from decode_worker.reception import Reception
-from decode_worker.scheduler import DecodeScheduler, Output, chunks_of
-from decode_worker.sequence import Sequence
+from decode_worker.refusal import refusal
+from decode_worker.scheduler import DecodeScheduler
+from decode_worker.sequence import Sequence, SequenceState
 from decode_worker.speculator import Speculator
+from decode_worker.step import Output, chunks_of
+from decode_worker.swaps import PATIENCE, Swaps
 from engine.block_pool import BlockPool
 from engine.pool_watch import PoolWatch
 from kv_transfer.transport import TransportConfig
 from protocol.curve import CurveKeys
 from protocol.errors import (
-    ContextLengthExceeded,
-    InvalidRequest,
     KVFerryError,
     Overloaded,
     Preempted,
@@ -101,18 +102,20 @@ class DecodeWorker:
         runner = self._stepper.runner
         settings = runner.config
         self._max_model_len = runner.max_model_len
-        self._vocab_size = runner.vocab_size
         self.pool = BlockPool(runner.num_blocks, settings.block_size, prefix_cache=settings.prefix_cache)
         self._watch = PoolWatch(self.pool)
-        self._speculator = None
-        if self.config.speculation is not None:
-            self._speculator = Speculator(
-                self.config.speculation, self.pool, block_size=settings.block_size, max_rows=settings.max_sequences
-            )
+        self._swaps = Swaps(runner.cache, runner.copies, self.config.preemption, self.config.swap_bytes, self._copied)
+        resources.push_async_callback(self._swaps.close)
+        guesses, rows = self.config.speculation, settings.max_sequences
+        self._speculator = (
+            None if guesses is None else Speculator(guesses, self.pool, block_size=settings.block_size, max_rows=rows)
+        )
         self._scheduler = DecodeScheduler(
             self.pool,
             block_size=settings.block_size,
             max_sequences=settings.max_sequences,
+            swaps=self._swaps.book,
+            prefers_swap=lambda sequence: self._swaps.prefers(sequence, self._imports.rate),
             window=runner.model_config.reach,
             speculator=self._speculator,
         )
@@ -206,6 +209,8 @@ class DecodeWorker:
             kv_seconds=imports.kv_seconds,
             preemptions=self._preemptions,
             failures=self._failures,
+            swaps=self._swaps.saved,
+            swapped_blocks=self._swaps.book.used,
             used_slots=pool.used * self.pool.block_size,
             empty_slots=self._scheduler.empty_slots,
             decode_turns=self._decode_turns,
@@ -242,17 +247,9 @@ class DecodeWorker:
             lost = [fork for fork in lost if self._scheduler.find(fork.key) is None]
             self._send_back(router, lost, "the request that carried it was cancelled")
             return
-        length = len(request.token_ids) - request.emitted + request.sampling.max_tokens
-        error = self._stepper.runner.grammars.refusal(request.sampling)
-        if not request.token_ids or length > self._max_model_len:
-            error = ContextLengthExceeded(
-                f"prompt and output need {length} tokens, this model takes 2 to {self._max_model_len}", field="prompt"
-            )
-        elif max(request.token_ids) >= self._vocab_size:
-            error = InvalidRequest(
-                f"token id {max(request.token_ids)} is outside the vocabulary of {self._vocab_size}", field="prompt"
-            )
-        elif self._scheduler.waiting >= self.config.max_waiting:
+        runner = self._stepper.runner
+        error = refusal(request, self._max_model_len, runner.vocab_size) or runner.grammars.refusal(request.sampling)
+        if error is None and self._scheduler.waiting >= self.config.max_waiting:
             error = Overloaded(f"{self._scheduler.waiting} requests wait, {self.config.max_waiting} are allowed")
         self._forks.open(request.key, request.forks)
         if error is not None:
@@ -275,6 +272,9 @@ class DecodeWorker:
     def _admit(self) -> None:
         now = time.monotonic()
         for sequence in self._scheduler.admit():
+            if sequence.tracker.state is SequenceState.SWAPPING_IN:
+                self._swaps.restore(sequence)
+                continue
             self._cached_tokens += sequence.cached_blocks * self.pool.block_size
             sequence.times = StageTimes(
                 reserve_wait=now - sequence.arrived, decode_cached_blocks=sequence.cached_blocks
@@ -336,7 +336,11 @@ class DecodeWorker:
             await asyncio.sleep(TICK)
             self._imports.tick()
             self._peers.tick(self._scheduler.prefill_endpoints())
-            self._watch.look(busy=not self._scheduler.idle, now=time.monotonic())
+            now = time.monotonic()
+            for sequence in self._scheduler.give_up(now - PATIENCE):
+                self._preempt(sequence)
+            self._watch.look(busy=not self._scheduler.idle, now=now)
+            self._swaps.look(busy=not self._scheduler.idle, now=now)
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
@@ -345,6 +349,8 @@ class DecodeWorker:
             step = self._scheduler.next_step()
             for sequence in step.preempted:
                 self._preempt(sequence)
+            for sequence in step.swapped_out:
+                self._swaps.save(sequence)
             self._admit()
             if not step.sequences:
                 self._wake.clear()
@@ -361,6 +367,13 @@ class DecodeWorker:
                 self._decode_turns += 1
                 self._decode_tokens += len(output.draws)
                 self._emit(output)
+
+    def _copied(self, sequence: Sequence, error: KVFerryError | None) -> None:
+        if error is None:
+            self._scheduler.copied(sequence, time.monotonic())
+        elif self._scheduler.copy_failed(sequence):
+            self._preempt(sequence)
+        self._wake.set()
 
     def _preempt(self, sequence: Sequence) -> None:
         self._preemptions += 1

@@ -20,7 +20,8 @@ MAX_JSON_BYTES = 64 << 20
 """Longest JSON file of a checkpoint that is read."""
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_FLOATS = ("F64", "F32", "F16", "BF16")
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""Element types that are taken, by safetensors' names."""
 
 
 def read_json(directory: Path, name: str) -> dict[str, Any]:
@@ -133,6 +134,6 @@ def _fill(shard: Any, name: str, destination: torch.Tensor) -> None:
     shape, dtype = tuple(view.get_shape()), view.get_dtype()
     if shape != tuple(destination.shape):
         raise WeightMismatch(f"tensor {name!r} has shape {shape}, the model wants {tuple(destination.shape)}")
-    if dtype not in _FLOATS:
-        raise WeightMismatch(f"tensor {name!r} has dtype {dtype}, which is none of {', '.join(_FLOATS)}")
+    if dtype not in FLOATS:
+        raise WeightMismatch(f"tensor {name!r} has dtype {dtype}, which is none of {', '.join(FLOATS)}")
     destination.copy_(shard.get_tensor(name))

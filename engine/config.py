@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from engine.graph_batches import MOST
 from engine.pool_memory import PoolMemory
 from protocol.errors import ConfigError
-from protocol.layout import ITEMSIZE, CacheDtype, Order
+from protocol.layout import FLOAT8, FloatDtype, Order
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _LIMIT = 1 << 31
@@ -23,6 +23,8 @@ class EngineConfig:
     Attributes:
         model: path of a Hugging Face model directory.
         dtype: of weights, activations and KV cache; ``auto`` is bfloat16 where the device computes in it, else float32.
+        kv_cache_dtype: of the KV cache, if not ``auto``: half the bytes of bfloat16, and lossy. Its scales are the
+            checkpoint's, or 1.
         device: ``auto`` is the first CUDA device, or the CPU where there is none.
         block_size: tokens per block.
         order: inner order of a block.
@@ -45,7 +47,8 @@ class EngineConfig:
     """
 
     model: str
-    dtype: Literal["auto"] | CacheDtype = "auto"
+    dtype: Literal["auto"] | FloatDtype = "auto"
+    kv_cache_dtype: Literal["auto", "float8_e4m3", "float8_e5m2"] = "auto"
     device: str = "auto"
     block_size: int = 16
     order: Order = "NHD"
@@ -63,7 +66,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError(f"model must be a path, got {self.model!r}", field="model")
-        self._check_choice("dtype", ("auto", *sorted(ITEMSIZE)))
+        self._check_choice("dtype", ("auto", *sorted(get_args(FloatDtype))))
+        self._check_choice("kv_cache_dtype", ("auto", *FLOAT8))
         self._check_choice("order", ("HND", "NHD"))
         self._check_choice("cuda_graphs", ("auto", "off"))
         if not _DEVICE.fullmatch(self.device):

@@ -12,6 +12,7 @@ import torch
 
 from engine.block_runs import block_runs
 from engine.copy_queue import CopyQueue
+from engine.float8 import as_bytes
 from engine.kv_cache import KVCache
 from engine.repack import Move, pack_tensors, unpacked
 from protocol.wire_layout import WireLayout
@@ -31,6 +32,7 @@ class DevicePool:
     def __init__(self, cache: KVCache, queue: CopyQueue) -> None:
         self.queue = queue
         self._pool = cache.tensor
+        self._layout = cache.layout
         self._device = cache.tensor.device
 
     @property
@@ -56,7 +58,7 @@ class DevicePool:
         """
         with self.queue.ordered():
             index = torch.tensor(blocks, device=self._device)
-            found = self._pool.index_select(0, index).view(torch.uint8).view(-1)
+            found = as_bytes(self._pool).index_select(0, index).view(torch.uint8).view(-1)
             _bytes(target).copy_(found, non_blocking=True)
 
     def pack(self, moves: Iterable[Move], target: memoryview, wire: WireLayout, incomplete: Sequence[int]) -> None:
@@ -67,7 +69,7 @@ class DevicePool:
         """
         with self.queue.ordered():
             made = torch.empty(target.nbytes, dtype=torch.uint8, device=self._device)
-            pack_tensors(self._pool.view(-1), moves, made, wire, incomplete)
+            pack_tensors(self._pool.view(-1), self._layout, moves, made, wire, incomplete)
             _bytes(target).copy_(made, non_blocking=True)
 
     def unpack(self, source: memoryview, wire: WireLayout, blocks: Iterable[int]) -> None:

@@ -9,12 +9,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 
 
-def upload(values: Sequence[float] | Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """``values`` on the device: queued there, not waited for."""
-    # torch keeps the pinned memory until the copy is through.
-    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+def upload(
+    values: Sequence[float] | Sequence[int] | NDArray[Any], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """``values`` on the device: queued there, not waited for. On a CPU it may be their memory, not to be written."""
+    host = torch.as_tensor(values, dtype=dtype)
+    if device.type == "cuda":
+        # torch keeps the pinned memory until the copy is through.
+        host = host.pin_memory()
     return host.to(device, non_blocking=True)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from engine.float8 import Scales, as_bytes
 from engine.shared_memory import allocate
 from protocol.errors import ConfigError, EngineFailure
 from protocol.layout import CacheDtype, KVLayout
@@ -20,6 +21,8 @@ TORCH_DTYPES: dict[CacheDtype, torch.dtype] = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
+    "float8_e4m3": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
 }
 """Element types by the names that a layout uses."""
 
@@ -61,15 +64,21 @@ class KVCache:
             ) from error
 
         self._layers = [(self.tensor[:, index, 0], self.tensor[:, index, 1]) for index in range(layout.num_layers)]
+        self._scales = [Scales(*layout.scales_of(index)) for index in range(layout.num_layers)]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, ``(source, target)`` each; every source is read before any target is written."""
         sources, targets = torch.tensor(pairs, device=self.tensor.device).unbind(1)
-        self.tensor.index_copy_(0, targets, self.tensor.index_select(0, sources))
+        pool = as_bytes(self.tensor)
+        pool.index_copy_(0, targets, pool.index_select(0, sources))
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of one layer: strided views ``[num_blocks, *layout.inner_shape()]``."""
         return self._layers[index]
+
+    def scales(self, index: int) -> Scales:
+        """Of one layer."""
+        return self._scales[index]
 
     @property
     def in_host_memory(self) -> bool:

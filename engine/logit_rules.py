@@ -49,7 +49,7 @@ def apply_rules(scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
             _penalise(line, row)
         tokens = _left(row, line.shape[0])
         if tokens is not None:
-            line.masked_fill_(~torch.from_numpy(tokens).to(line.device), -torch.inf)
+            line.masked_fill_(~upload(tokens, torch.bool, line.device), -torch.inf)
     return changed
 
 
@@ -79,7 +79,7 @@ def _penalise(line: torch.Tensor, row: Row) -> None:
     if row.position and (sampling.presence_penalty or sampling.frequency_penalty):
         output, counts = np.unique(history[-row.position :], return_counts=True)
         taken = sampling.presence_penalty + sampling.frequency_penalty * counts
-        line[_on(output, line)] -= upload(taken.tolist(), line.dtype, line.device)
+        line[_on(output, line)] -= upload(taken, line.dtype, line.device)
 
 
 def _add_bias(line: torch.Tensor, sampling: SamplingParams) -> None:
@@ -90,4 +90,4 @@ def _add_bias(line: torch.Tensor, sampling: SamplingParams) -> None:
 
 
 def _on(ids: NDArray[np.int64], line: torch.Tensor) -> torch.Tensor:
-    return upload(ids.tolist(), torch.int64, line.device)
+    return upload(ids, torch.int64, line.device)

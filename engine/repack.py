@@ -13,23 +13,15 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from protocol.layout import KVLayout
-from protocol.wire_layout import WireDtype, WireLayout
+from engine.float8 import LARGEST, narrowed, widened
+from engine.kv_cache import TORCH_DTYPES
+from protocol.layout import FLOAT8, CacheDtype, KVLayout
+from protocol.wire_layout import WireLayout
 
-FP8_MAX = 448.0
-"""Largest number of float8_e4m3."""
 SMALLEST_SCALE = 2.0**-126
 """Smallest normal number of float32: what is divided by it stays finite."""
 
-WIRE_DTYPES: dict[WireDtype, torch.dtype] = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float8_e4m3": torch.float8_e4m3fn,
-}
-_SIGN_AND_MAGNITUDE = -0x4001
-"""Of a float16: all bits but the highest of the exponent."""
-_UNSIGNED = {2: np.uint16, 4: np.uint32}
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
 class Move(Protocol):
@@ -74,8 +66,8 @@ def pack(
         wire: of the target.
         incomplete: blocks that the moves do not fill; the rest of them becomes zero.
     """
-    if layout.dtype != wire.element:
-        pack_tensors(_elements(source, layout.dtype), moves, _raw(target), wire, incomplete)
+    if not wire.takes_as_they_are(layout):
+        pack_tensors(_elements(source, layout.dtype), layout, moves, _raw(target), wire, incomplete)
         return
     _clear(_elements(target, wire.element), wire, incomplete)
     for move in moves:
@@ -83,27 +75,43 @@ def pack(
 
 
 def pack_tensors(
-    pool: torch.Tensor, moves: Iterable[Move], made: torch.Tensor, wire: WireLayout, incomplete: Sequence[int]
+    pool: torch.Tensor,
+    layout: KVLayout,
+    moves: Iterable[Move],
+    made: torch.Tensor,
+    wire: WireLayout,
+    incomplete: Sequence[int],
 ) -> None:
     """:func:`pack` between tensors of one device.
 
     Args:
         pool: all elements, [elements].
+        layout: of the pool.
         moves: which elements go where.
         made: bytes of whole wire blocks, [bytes]; all of it is written.
         wire: of what is made.
         incomplete: blocks that the moves do not fill; the rest of them becomes zero.
     """
-    if wire.scaled:
-        elements = torch.empty(made.nbytes // wire.block_bytes * wire.elements, device=made.device)
+    as_they_are = wire.takes_as_they_are(layout)
+    in_place = as_they_are or not (wire.scaled or wire.element in FLOAT8 or layout.scales)
+    if in_place:
+        elements = made.view(TORCH_DTYPES[wire.element])
     else:
-        elements = made.view(WIRE_DTYPES[wire.element])
+        elements = torch.empty(made.nbytes // wire.block_bytes * wire.elements, device=made.device)
     _clear(elements, wire, incomplete)
     for move in moves:
         wanted = pool.as_strided(move.shape, move.source_strides, move.source)
         elements.as_strided(move.shape, move.target_strides, move.target).copy_(wanted)
+    if in_place:
+        return
+    if layout.scales:
+        elements.view(-1, *wire.layout.pool_shape(1)[1:]).mul_(_pool_scales(layout, made.device))
     if wire.scaled:
         _quantise(elements, made.view(-1, wire.block_bytes), wire)
+    elif wire.element in FLOAT8:
+        made.view(TORCH_DTYPES[wire.element]).copy_(_as_pool_elements(elements, wire.layout).view(-1))
+    else:
+        made.view(TORCH_DTYPES[wire.element]).copy_(elements)
 
 
 def unpack(source: memoryview, wire: WireLayout, blocks: Iterable[int], pool: memoryview) -> None:
@@ -123,7 +131,7 @@ def unpack(source: memoryview, wire: WireLayout, blocks: Iterable[int], pool: me
 
 
 def unpacked(landed: torch.Tensor, wire: WireLayout) -> torch.Tensor:
-    """Elements of whole wire blocks, to be converted to the pool's dtype.
+    """Elements of whole wire blocks; those of an eight-bit pool as they lie in it, others to be converted yet.
 
     Args:
         landed: [blocks, wire.block_bytes] bytes.
@@ -134,16 +142,32 @@ def unpacked(landed: torch.Tensor, wire: WireLayout) -> torch.Tensor:
     """
     if wire.scaled:
         values, scales = _parts(landed, wire)
-        return _widened(values).mul_(scales)
-    return landed.view(WIRE_DTYPES[wire.element]).view(-1, *wire.layout.pool_shape(1)[1:])
+        found = widened(values, torch.float32).mul_(scales)
+    else:
+        found = landed.view(TORCH_DTYPES[wire.element]).view(-1, *wire.layout.pool_shape(1)[1:])
+    if wire.as_in_pool or wire.layout.dtype not in FLOAT8:
+        return found
+    return _as_pool_elements(found, wire.layout)
 
 
 def _raw(memory: memoryview) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _elements(memory: memoryview, dtype: WireDtype) -> torch.Tensor:
-    return _raw(memory).view(WIRE_DTYPES[dtype])
+def _elements(memory: memoryview, dtype: CacheDtype) -> torch.Tensor:
+    return _raw(memory).view(TORCH_DTYPES[dtype])
+
+
+def _pool_scales(layout: KVLayout, device: torch.device) -> torch.Tensor:
+    """Of every layer's K and V, [layers, 2, 1, 1, 1]."""
+    scales = [layout.scales_of(layer) for layer in range(layout.num_layers)]
+    return torch.tensor(scales, dtype=torch.float32, device=device).view(-1, 2, 1, 1, 1)
+
+
+def _as_pool_elements(values: torch.Tensor, layout: KVLayout) -> torch.Tensor:
+    """What ``values`` of whole blocks become in an eight-bit pool, [blocks, layers, 2, ...]."""
+    blocks = values.view(-1, *layout.pool_shape(1)[1:])
+    return narrowed(blocks, TORCH_DTYPES[layout.dtype], _pool_scales(layout, values.device))
 
 
 def _clear(elements: torch.Tensor, wire: WireLayout, blocks: Iterable[int]) -> None:
@@ -186,14 +210,5 @@ def _quantise(elements: torch.Tensor, made: torch.Tensor, wire: WireLayout) -> N
     for block, value, scale in groups:
         largest = block.abs().amax(together, keepdim=True)
         # Infinity less itself is not a number: with one that is not finite, all that share its scale arrive so.
-        scale.copy_(largest.add_(largest - largest).div_(FP8_MAX).clamp_(min=SMALLEST_SCALE))
+        scale.copy_(largest.add_(largest - largest).div_(LARGEST[value.dtype]).clamp_(min=SMALLEST_SCALE))
         value.copy_(block.div_(scale))
-
-
-def _widened(values: torch.Tensor) -> torch.Tensor:
-    """As float32. A float16 whose exponent has the same bits is smaller by the distance of the biases, 2**8.
-
-    Not a number comes out as 480, which no other value does; its scale is not a number then.
-    """
-    bits = values.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(_SIGN_AND_MAGNITUDE)
-    return bits.view(torch.float16).float().mul_(256.0)

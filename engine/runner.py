@@ -23,7 +23,9 @@ from engine.copy_queue import CopyQueue, copy_queue
 from engine.decode_graphs import DecodeGraphs
 from engine.grammar import Grammars
 from engine.graph_batches import default_batches
+from engine.host_link import upload
 from engine.kv_cache import TORCH_DTYPES, KVCache
+from engine.kv_scales import cache_scales
 from engine.layer_watch import LayerWatch
 from engine.logit_rules import Row
 from engine.models import family
@@ -35,7 +37,7 @@ from engine.prompt_logprobs import tell
 from engine.recorder import CudaRecorder, Recorder
 from engine.sampler import sample
 from protocol.errors import ConfigError, EngineFailure
-from protocol.layout import PADDING_BLOCK, CacheDtype, KVLayout
+from protocol.layout import PADDING_BLOCK, CacheDtype, FloatDtype, KVLayout
 from protocol.sampling import SamplingParams
 
 _BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16")
@@ -99,15 +101,17 @@ class ModelRunner:
         max_model_len = resolve_max_model_len(config, model_config, blocks)
         device = resolve_device(config.device)
         dtype = resolve_dtype(config, device)
+        cache_dtype = resolve_cache_dtype(config, dtype)
         layout = KVLayout(
             num_layers=model_config.num_layers,
             kv_heads=model_config.kv_heads,
             head_dim=model_config.head_dim,
             block_size=config.block_size,
-            dtype=dtype,
+            dtype=cache_dtype,
             order=config.order,
+            scales=cache_scales(directory, model_config.num_layers, cache_dtype),
         )
-        backend = create_backend(config.attention, layout, device)
+        backend = create_backend(config.attention, layout, device, TORCH_DTYPES[dtype])
         with _mapped(f"loading {directory}"):
             model = build(model_config, max_model_len=max_model_len, dtype=TORCH_DTYPES[dtype], device=device)
             load_weights(directory, model.destinations(), ignored=model.ignores, progress=progress)
@@ -147,8 +151,10 @@ class ModelRunner:
         logits = self.logits(chunks, watch)
         if rows:
             with _mapped(f"drawing {len(rows)} tokens"):
-                # Forks of a chunk see the same logits.
-                drawn = iter(sample(logits if len(rows) == len(indices) else logits[source], rows))
+                if len(rows) > len(indices):
+                    # Forks of a chunk see the same logits.
+                    logits = logits[upload(source, torch.int64, self.device)]
+                drawn = iter(sample(logits, rows))
             for index in indices:
                 draws[index] = next(drawn)._replace(forks=tuple(islice(drawn, len(chunks[index].forks))))
         return draws
@@ -171,7 +177,8 @@ class ModelRunner:
         with _mapped(f"a step of {len(batch.token_ids)} tokens"), self._marked(), torch.inference_mode():
             if copies := [chunk.copied for chunk in chunks if chunk.copied is not None]:
                 self.cache.copy_blocks(copies)
-            if self._graphs is not None and watch is None:
+            # A span is told of from the hidden states, which a replay does not give.
+            if self._graphs is not None and watch is None and all(chunk.span is None for chunk in chunks):
                 replayed = self._graphs.logits(batch)
                 if replayed is not None:
                     return replayed
@@ -227,9 +234,9 @@ class ModelRunner:
         greedy = SamplingParams(temperature=0.0)
         self.execute([Chunk([0] * count, 0, table, greedy)])
         self.execute([Chunk([0], 0, table, greedy)] * self.config.max_sequences)
-        self.grammars.warm_up()
         if decodes and self.device.type == "cuda" and self.config.cuda_graphs == "auto":
             self.capture_decodes(CudaRecorder(self.device))
+        self.grammars.warm_up()
 
     def capture_decodes(self, recorder: Recorder) -> tuple[int, ...]:
         """Have steps of decodes recorded, and replayed from now on.
@@ -271,14 +278,19 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def resolve_dtype(config: EngineConfig, device: torch.device) -> CacheDtype:
-    """The element type that ``config.dtype`` stands for on ``device``."""
+def resolve_dtype(config: EngineConfig, device: torch.device) -> FloatDtype:
+    """The element type of weights and activations that ``config.dtype`` stands for on ``device``."""
     if config.dtype != "auto":
         return config.dtype
     if device.type == "cuda":
         return "bfloat16"
     capabilities = torch.cpu.get_capabilities()
     return "bfloat16" if any(capabilities.get(name) for name in _BF16_INSTRUCTIONS) else "float32"
+
+
+def resolve_cache_dtype(config: EngineConfig, dtype: FloatDtype) -> CacheDtype:
+    """The element type of the cache that ``config.kv_cache_dtype`` stands for where ``dtype`` is computed in."""
+    return dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
 
 
 def pool_blocks(config: EngineConfig, layout: KVLayout, device: torch.device) -> int:

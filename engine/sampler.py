@@ -163,7 +163,7 @@ def _floor_of(ordered: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 def _draw(shifted: torch.Tensor, sampling: Sequence[SamplingParams], numbers: NDArray[np.float64]) -> torch.Tensor:
     cumulative = torch.cumsum(kept_weights(shifted, sampling), dim=-1)
     total = cumulative[:, -1:]
-    target = upload(numbers.tolist(), torch.float64, shifted.device)[:, None] * total
+    target = upload(numbers, torch.float64, shifted.device)[:, None] * total
     # Rounding may carry the product up to the total itself, beyond every token.
     target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
     # Of logits that are not finite, which are found out later, it may come to none: it must be a token all the same.

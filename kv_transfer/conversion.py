@@ -27,7 +27,8 @@ class Conversion:
         source: layout of the pool that is read.
         target: of the blocks that are made.
         moves: where each element goes, in elements of either side; a target block begins at its id times
-            ``target.elements``. The element type of ``source`` becomes that of ``target``, scaled if it says so.
+            ``target.elements``. The element type of ``source`` becomes that of ``target``, with the scales that either
+            has.
         incomplete: target blocks that the moves do not fill.
     """
 
@@ -39,7 +40,7 @@ class Conversion:
     @property
     def moves_only(self) -> bool:
         """Whether every element arrives as it is."""
-        return self.source.dtype == self.target.element
+        return self.target.takes_as_they_are(self.source)
 
     def runs(self) -> Runs:
         """The fewest contiguous runs, in the order of their targets."""
@@ -49,11 +50,15 @@ class Conversion:
         """The fewest spans of bytes, in the order of their targets.
 
         Raises:
-            LayoutMismatch: elements change on the way, so that no copy of bytes will do; names both dtypes.
+            LayoutMismatch: elements change on the way, so that no copy of bytes will do; names both dtypes, or scales.
         """
         if not self.moves_only:
-            dtypes = f"dtype: {self.source.dtype!r} here, {self.target.element!r} there"
-            raise LayoutMismatch(f"spans move bytes and convert nothing: {dtypes}", field="dtype")
+            here, there = self.source.dtype, self.target.element
+            if here != there:
+                differing = f"dtype: {here!r} here, {there!r} there"
+            else:
+                differing = "; ".join(self.source.differences(self.target.layout))
+            raise LayoutMismatch(f"spans move bytes and convert nothing: {differing}", field="dtype")
         size = self.source.itemsize
         return [Span(source * size, target * size, count * size) for source, target, count in self.runs().tolist()]
 

@@ -6,16 +6,19 @@ Life cycle of a prompt::
        |                  |  \--cancel while a step computes it--> LEAVING --step ends--> GONE
        \------cancel-----/---cancel--> GONE
 
-A prompt is admitted with all its blocks or not at all, first come first served, so an admitted prompt can always
-finish. Blocks of a prompt that a running step still writes are kept until that step has ended.
+A prompt is admitted with all its blocks or not at all, the senior first, so an admitted prompt can always finish. The
+senior ones of those admitted are also the first to be computed. Seniority is what the request has waited, its priority
+included (:mod:`router.priority`): two prompts never change places, so who waits becomes the senior and gets on. Blocks
+of a prompt that a running step still writes are kept until that step has ended.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from operator import attrgetter
 
 from engine.batch import Chunk, Draw
 from engine.block_pool import BlockPool, HolderKind, Owner
@@ -72,6 +75,7 @@ class Prompt:
         request: as it came from the router.
         router: who asked.
         arrived, started: on the injected clock.
+        since: when it would have arrived had it got its seniority by waiting; who has the least is the senior.
         hashes: of its full blocks.
         block_table: physical blocks, empty until admitted.
         cached_tokens: skipped by a prefix hit.
@@ -83,6 +87,7 @@ class Prompt:
     request: Prefill
     router: Peer
     arrived: float
+    since: float
     tracker: Tracker[PromptState, PromptEvent]
     hashes: Sequence[BlockHash] = ()
     block_table: list[int] = field(default_factory=list)
@@ -187,7 +192,7 @@ class PrefillScheduler:
         self._block_size = block_size
         self._budget = max(max_batch_tokens, block_size)
         self._max_sequences = max_sequences
-        self._waiting: deque[Prompt] = deque()
+        self._waiting: list[Prompt] = []
         self._running: dict[RequestKey, Prompt] = {}
         self._in_step: tuple[Work, ...] = ()
 
@@ -228,15 +233,16 @@ class PrefillScheduler:
         return found
 
     def add(self, request: Prefill, router: Peer, now: float) -> Prompt:
-        """Queue a prompt."""
+        """Queue a prompt, behind those that are its seniors or its equals."""
         prompt = Prompt(
             request=request,
             router=router,
             arrived=now,
+            since=now - request.seniority,
             tracker=PROMPTS.start(str(request.key)),
             told=request.prompt_logprobs_from,
         )
-        self._waiting.append(prompt)
+        insort(self._waiting, prompt, key=attrgetter("since"))
         return prompt
 
     def admit(self, now: float) -> list[Progress]:
@@ -246,7 +252,7 @@ class PrefillScheduler:
             prompt = self._waiting[0]
             if not self._place(prompt):
                 break
-            self._waiting.popleft()
+            self._waiting.pop(0)
             self._running[prompt.key] = prompt
             prompt.tracker.move(PromptEvent.ADMIT)
             prompt.started = now
@@ -254,11 +260,11 @@ class PrefillScheduler:
         return admitted
 
     def next_step(self) -> tuple[Work, ...]:
-        """The next step's work, oldest prompts first; empty when there is none. One step at a time."""
+        """The next step's work, the senior prompts first; empty when there is none. One step at a time."""
         assert not self._in_step, "the last step has not been completed"
         left = self._budget
         chosen = []
-        for prompt in self._running.values():
+        for prompt in sorted(self._running.values(), key=attrgetter("since")):
             stop = min(prompt.length, prompt.computed + left)
             if stop < prompt.length:
                 stop -= stop % self._block_size

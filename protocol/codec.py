@@ -8,7 +8,9 @@ History of the wire:
 * 2 -- ``SamplingParams.grammar``; ``PromptLogprobs``, and ``Prefill.prompt_logprobs`` and ``prompt_logprobs_from`` that
   ask for them; ``Prefill.forks``, ``Reserve.forks`` and ``Handover.fork_tokens``: several continuations of one prompt
   cross as one; several tokens of one decode step in one message; ``WorkerLoad.used_slots``, ``empty_slots``,
-  ``decode_turns``, ``draft_tokens`` and ``accepted_tokens``.
+  ``decode_turns``, ``draft_tokens`` and ``accepted_tokens``; ``Prefill.seniority``, ``Reserve.seniority``,
+  ``Reserve.prefill_rate``, ``WorkerLoad.swaps`` and ``WorkerLoad.swapped_blocks``; ``KVLayout.scales``, and eight-bit
+  types of ``KVLayout.dtype``.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ contiguous span, and so is a layer range of one block.
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Annotated, Literal
 
 import msgspec
@@ -15,16 +16,24 @@ import msgspec
 from protocol.errors import ConfigError
 
 Order = Literal["HND", "NHD"]
-CacheDtype = Literal["float32", "float16", "bfloat16"]
+FloatDtype = Literal["float32", "float16", "bfloat16"]
+"""Element types that are computed in."""
+CacheDtype = Literal["float32", "float16", "bfloat16", "float8_e4m3", "float8_e5m2"]
 
-ITEMSIZE: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+ITEMSIZE: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3": 1, "float8_e5m2": 1}
 """Bytes per element by dtype name."""
+FLOAT8 = ("float8_e4m3", "float8_e5m2")
+"""Element types that are kept and not computed in: what they stand for is the element times a scale."""
+MAX_SCALES = 1 << 14
+SCALE_RANGE = (2.0**-64, 2.0**64)
+"""Between these a scale and what it scales stay finite in float32."""
 
 PADDING_BLOCK = 0
 """Block 0 is reserved: padded rows of a batch read and write there."""
 
 _Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 _Index = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+_Scales = Annotated[tuple[float, ...], msgspec.Meta(max_length=MAX_SCALES)]
 
 
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +47,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         dtype: element type of the cache.
         order: inner order of a block's one layer and one of K, V.
         shard_index, shard_count: which slice of the heads this is.
+        scales: of an eight-bit cache: K's and V's of each layer in turn, float32 numbers; empty where all are 1.
 
     Raises:
         ConfigError: a value is outside its range; names the field and the value.
@@ -51,6 +61,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     order: Order = "NHD"
     shard_index: _Index = 0
     shard_count: _Positive = 1
+    scales: _Scales = ()
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "kv_heads", "head_dim", "block_size", "shard_count"):
@@ -65,11 +76,34 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"shard_index must lie in [0, {self.shard_count}), got {self.shard_index}", field="shard_index"
             )
+        self._check_scales()
+
+    def _check_scales(self) -> None:
+        if not self.scales:
+            return
+        if self.dtype not in FLOAT8:
+            raise ConfigError(f"scales are for dtype {' or '.join(FLOAT8)}, got {self.dtype!r}", field="scales")
+        if len(self.scales) != 2 * self.num_layers:
+            raise ConfigError(
+                f"scales must be two for each of {self.num_layers} layers, got {len(self.scales)}", field="scales"
+            )
+        low, high = SCALE_RANGE
+        for scale in self.scales:
+            if not (math.isfinite(scale) and low <= scale <= high):
+                raise ConfigError(f"scales must lie in [{low}, {high}], got {scale}", field="scales")
 
     @property
     def itemsize(self) -> int:
         """Bytes per element."""
         return ITEMSIZE[self.dtype]
+
+    def scales_of(self, layer: int) -> tuple[float, float]:
+        """What K's and V's elements of a layer are to be multiplied by."""
+        return (self.scales[2 * layer], self.scales[2 * layer + 1]) if self.scales else (1.0, 1.0)
+
+    def same_elements(self, other: KVLayout) -> bool:
+        """Whether the same bytes stand for the same numbers in both."""
+        return (self.dtype, self.scales) == (other.dtype, other.scales)
 
     @property
     def bytes_per_token(self) -> int:
@@ -141,7 +175,17 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     def _differences(self, other: KVLayout, names: tuple[str, ...]) -> list[str]:
         return [
-            f"{name}: {getattr(self, name)!r} here, {getattr(other, name)!r} there"
+            self._scale_difference(other)
+            if name == "scales"
+            else f"{name}: {getattr(self, name)!r} here, {getattr(other, name)!r} there"
             for name in names
             if getattr(self, name) != getattr(other, name)
         ]
+
+    def _scale_difference(self, other: KVLayout) -> str:
+        """The first that differs: there may be hundreds."""
+        for layer in range(min(self.num_layers, other.num_layers)):
+            for part, here, there in zip("KV", self.scales_of(layer), other.scales_of(layer), strict=True):
+                if here != there:
+                    return f"scales: {here:g} for {part} of layer {layer} here, {there:g} there"
+        return f"scales: {len(self.scales)} here, {len(other.scales)} there"

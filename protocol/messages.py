@@ -39,6 +39,7 @@ Generations = Annotated[
 ]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
+Seniority = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
 Salt = Annotated[str, msgspec.Meta(max_length=MAX_SALT)]
 
 
@@ -107,6 +108,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
         prefill_tokens, cached_tokens, decode_tokens: computed, skipped by a prefix hit, generated.
         kv_blocks, kv_bytes, kv_seconds: shipped (prefill) or landed (decode).
         preemptions, failures: requests given back or failed.
+        swaps, swapped_blocks: sequences put into host memory to make room, and blocks that are there now (decode).
         transport_fallbacks: decode workers that a better transport was offered by than could be used (prefill).
         draining: takes no new work.
         used_slots: of the blocks in use: each holds one token's KV, or will.
@@ -134,6 +136,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     failures: Count = 0
     transport_fallbacks: Count = 0
     draining: bool = False
+    swaps: Count = 0
+    swapped_blocks: Count = 0
     decode_turns: Count = 0
     draft_tokens: Count = 0
     accepted_tokens: Count = 0
@@ -175,6 +179,7 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
         prompt_logprobs: how many alternatives are wanted beside each prompt token's log-probability; None wants none.
         prompt_logprobs_from: index of the first prompt token of which none is known yet; token 0 has none.
         forks: further continuations of the prompt, drawn and handed over with this one.
+        seniority: seconds that the request counts as having waited, its priority included; the highest goes first.
     """
 
     key: RequestKey
@@ -187,10 +192,14 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
     prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     prompt_logprobs_from: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)] = 1
     forks: Forks = ()
+    seniority: Seniority = 0.0
 
 
 class Reserve(msgspec.Struct, frozen=True, kw_only=True, tag="reserve"):
-    """Router to decode: make room for this request, and fetch its KV from ``prefill``. Fields as in Prefill."""
+    """Router to decode: make room for this request, and fetch its KV from ``prefill``. Fields as in Prefill.
+
+    ``prefill_rate`` is the prompt tokens per second that ``prefill`` gets through; 0 when it is not known yet.
+    """
 
     key: RequestKey
     token_ids: TokenIds
@@ -200,6 +209,8 @@ class Reserve(msgspec.Struct, frozen=True, kw_only=True, tag="reserve"):
     lease_ttl: Seconds = 30.0
     cache_salt: Salt = ""
     forks: Forks = ()
+    seniority: Seniority = 0.0
+    prefill_rate: Annotated[float, msgspec.Meta(ge=0.0, le=1e15)] = 0.0
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):

@@ -1,8 +1,8 @@
 """How the blocks of a decode worker's pool look on their way to it.
 
 Mostly as they lie in the pool. With a wire dtype the elements cross as another type, in the pool's own order. As
-``float8_e4m3`` each head of K, and of V, of a layer of a block is divided by a scale of its own, and the scales follow
-the elements::
+``float8_e4m3``, where that is not the pool's own type, each head of K, and of V, of a layer of a block is divided by a
+scale of its own, and the scales follow the elements::
 
     [num_layers, 2, *inner_shape] of float8_e4m3 | padding | [num_layers, 2, kv_heads] of float32 | padding
 """
@@ -10,14 +10,14 @@ the elements::
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-from protocol.layout import ITEMSIZE, KVLayout
+from protocol.layout import ITEMSIZE, CacheDtype, KVLayout
 
 WireDtype = Literal["float32", "float16", "bfloat16", "float8_e4m3"]
 
-WIRE_ITEMSIZE: dict[str, int] = {**ITEMSIZE, "float8_e4m3": 1}
-"""Bytes per element on the wire by dtype name."""
+WIRE_DTYPES: tuple[WireDtype, ...] = get_args(WireDtype)
+"""Element types that blocks can be asked to cross in."""
 
 SCALE_BYTES = 4
 ALIGNMENT = 16
@@ -37,7 +37,7 @@ class WireLayout:
     dtype: WireDtype | None = None
 
     @property
-    def element(self) -> WireDtype:
+    def element(self) -> CacheDtype:
         """Element type on the wire."""
         return self.dtype or self.layout.dtype
 
@@ -49,12 +49,18 @@ class WireLayout:
     @property
     def scaled(self) -> bool:
         """Whether scales follow the elements."""
-        return self.element == "float8_e4m3"
+        return self.element == "float8_e4m3" and not self.as_in_pool
 
     @property
     def itemsize(self) -> int:
         """Bytes per element on the wire."""
-        return WIRE_ITEMSIZE[self.element]
+        return ITEMSIZE[self.element]
+
+    def takes_as_they_are(self, source: KVLayout) -> bool:
+        """Whether elements of a pool of ``source`` cross without being changed; where they go is another matter."""
+        if self.as_in_pool:
+            return source.same_elements(self.layout)
+        return not self.scaled and source.dtype == self.element
 
     @property
     def elements(self) -> int:

@@ -6,6 +6,7 @@ from protocol.errors import ContextLengthExceeded, InvalidRequest
 from protocol.messages import MAX_SALT, MAX_TOKENS
 from protocol.sampling import MAX_LOGPROBS
 from router.front.generation import Generation
+from router.priority import MAX_PRIORITY
 
 _MAX_TOKEN_ID = (1 << 31) - 1
 
@@ -34,5 +35,8 @@ def check_generation(generation: Generation) -> None:
     wanted = generation.prompt_logprobs
     if wanted is not None and not 0 <= wanted <= MAX_LOGPROBS:
         raise InvalidRequest(f"prompt_logprobs must be in [0, {MAX_LOGPROBS}], got {wanted}", field="prompt_logprobs")
+    if not -MAX_PRIORITY <= generation.priority <= MAX_PRIORITY:
+        allowed = f"in [-{MAX_PRIORITY}, {MAX_PRIORITY}]"
+        raise InvalidRequest(f"priority must be {allowed}, got {generation.priority}", field="priority")
     if generation.timeout is not None and not generation.timeout > 0:
         raise InvalidRequest(f"timeout must be over 0, got {generation.timeout!r}", field="timeout")

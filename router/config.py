@@ -33,6 +33,7 @@ class RouterConfig:
         reorder_grace: how long decode's tokens may be here before prefill's first one.
         stall_timeout: how long a decode worker may send nothing once it has begun to.
         max_requests: live requests at most.
+        priority_aging: seconds of waiting that a unit of a request's priority is worth; 0 ignores priorities.
         lease_ttl: told to workers: how long a lease lives without a sign of its reader.
         request_timeout: time limit of one request, and the most a client may ask for.
         stop_grace: how long a stopping server lets open answers go on.
@@ -62,6 +63,7 @@ class RouterConfig:
     reorder_grace: float = 2.0
     stall_timeout: float = 60.0
     max_requests: int = 4096
+    priority_aging: float = 2.0
     lease_ttl: float = 30.0
     request_timeout: float = 600.0
     stop_grace: float = 5.0
@@ -101,6 +103,7 @@ class RouterConfig:
             self._check(field, 0.0 < getattr(self, field) < math.inf, "over 0 and finite")
         for field in ("worker_wait", "worker_wait_first", "retry_backoff", "reorder_grace", "stop_grace"):
             self._check(field, 0.0 <= getattr(self, field) < math.inf, "at least 0 and finite")
+        self._check("priority_aging", 0.0 <= self.priority_aging <= 3600.0, "in [0, 3600]")
         for field in ("max_attempts", "max_requests"):
             self._check(field, 1 <= getattr(self, field) <= 1 << 20, "in [1, 2**20]")
 

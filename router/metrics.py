@@ -27,6 +27,7 @@ _Table = dict[str, tuple[str, Callable[[Worker], float]]]
 
 _WORKER_GAUGES: _Table = {
     "kvferry_pool_leaked_blocks": ("Blocks that no state accounts for; must read 0.", lambda w: w.load.pool.leaked),
+    "kvferry_swapped_blocks": ("Blocks that wait in host memory for room.", lambda w: w.load.swapped_blocks),
     "kvferry_pool_used_bytes": ("KV memory of the blocks that somebody holds.", lambda w: _slot_bytes(w, "used_slots")),
     "kvferry_pool_empty_bytes": (
         "What of it is behind the last token of a sequence, and holds none.",
@@ -55,6 +56,7 @@ _WORKER_COUNTERS = {
     "kvferry_draft_tokens": ("Tokens guessed ahead of the model by speculation.", "draft_tokens"),
     "kvferry_accepted_tokens": ("Guessed tokens that the model found right.", "accepted_tokens"),
     "kvferry_preemptions": ("Requests given back to make room.", "preemptions"),
+    "kvferry_swaps": ("Sequences put into host memory to make room.", "swaps"),
     "kvferry_transport_fallbacks": (
         "Decode workers that a better KV transport was offered by than could be used.",
         "transport_fallbacks",

@@ -62,6 +62,13 @@ class Worker:
         """Whether new work may go to it."""
         return self.live and not self.load.draining
 
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens that it got through per second of its steps, prefix hits included; 0 while it has done none."""
+        load = self.load
+        through = load.prefill_tokens + load.cached_tokens
+        return through / load.step_seconds if load.step_seconds > 0 else 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerJoined:

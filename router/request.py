@@ -44,6 +44,7 @@ from router.instructions import (
     Stage,
 )
 from router.policy import Placement
+from router.priority import seniority
 from router.prompt_record import PromptRecord
 from router.request_table import REQUEST_TABLE, RequestEvent, RequestState
 from router.timeline import Timeline
@@ -66,6 +67,7 @@ class RequestLimits:
     stall_timeout: float = 60.0
     lease_ttl: float = 30.0
     request_timeout: float = 600.0
+    priority_aging: float = 2.0
 
 
 class RequestMachine:
@@ -170,6 +172,7 @@ class RequestMachine:
         line.decode = None
         line.prefill_worker, line.decode_worker = prefill.peer.name, "" if decode is None else decode.peer.name
         token_ids = (*generation.token_ids, *self._emitted)
+        senior = seniority(now - line.submitted, generation.priority, self._limits.priority_aging)
         opened: list[Instruction] = []
         if decode is not None:
             reserve = Reserve(
@@ -180,6 +183,8 @@ class RequestMachine:
                 prefill=PrefillAddress(peer=prefill.peer, endpoint=prefill.profile.peer_endpoint),
                 lease_ttl=self._limits.lease_ttl,
                 cache_salt=generation.cache_salt,
+                seniority=senior,
+                prefill_rate=prefill.prefill_rate,
             )
             opened.append(SendReserve(decode.peer, reserve))
         message = Prefill(
@@ -192,6 +197,7 @@ class RequestMachine:
             cache_salt=generation.cache_salt,
             prompt_logprobs=self._record.wanted,
             prompt_logprobs_from=self._record.next,
+            seniority=senior,
         )
         return [*opened, SendPrefill(prefill.peer, message)]
 

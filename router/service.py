@@ -66,6 +66,7 @@ class Service:
                 stall_timeout=config.stall_timeout,
                 lease_ttl=config.lease_ttl,
                 request_timeout=config.request_timeout,
+                priority_aging=config.priority_aging,
             ),
             max_requests=config.max_requests,
             registry=self._registry,

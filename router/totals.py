@@ -21,6 +21,7 @@ COUNTERS = (
     "preemptions",
     "failures",
     "transport_fallbacks",
+    "swaps",
     "decode_turns",
     "draft_tokens",
     "accepted_tokens",

@@ -103,7 +103,7 @@ def examine_keys(wish: Wish) -> list[Finding]:
 def examine_memory(wish: Wish) -> list[Finding]:
     """Whether the KV pools of a cluster on this machine fit into what is available. Loads torch."""
     from engine.models.config import ModelConfig
-    from engine.runner import pool_blocks, resolve_device, resolve_dtype
+    from engine.runner import pool_blocks, resolve_cache_dtype, resolve_device, resolve_dtype
     from protocol.layout import KVLayout
 
     config = wish.config
@@ -126,7 +126,7 @@ def examine_memory(wish: Wish) -> list[Finding]:
                 kv_heads=shape.kv_heads,
                 head_dim=shape.head_dim,
                 block_size=engine.block_size,
-                dtype=resolve_dtype(engine, device),
+                dtype=resolve_cache_dtype(engine, resolve_dtype(engine, device)),
                 order=engine.order,
             )
             pools += layout.pool_bytes(pool_blocks(engine, layout, device))

@@ -24,14 +24,22 @@ BACKENDS = tuple(_BACKENDS)
 """Their names."""
 
 
-def create_backend(name: str, layout: KVLayout, device: torch.device) -> AttentionBackend:
+def create_backend(
+    name: str, layout: KVLayout, device: torch.device, dtype: torch.dtype | None = None
+) -> AttentionBackend:
     """The backend called ``name``; ``auto`` is triton on CUDA and native on a CPU where they serve, and sdpa elsewhere.
+
+    Args:
+        name: as registered.
+        layout: of the cache.
+        device: where it is.
+        dtype: of queries, keys and values; None is the cache's own.
 
     Raises:
         ConfigError: no backend has this name, or it does not serve ``layout`` or ``device``.
     """
     if name == "auto":
-        name = _automatic(layout, device)
+        name = _automatic(layout, device, dtype)
     path = _BACKENDS.get(name)
     if path is None:
         raise ConfigError(f"attention must be auto, {', '.join(sorted(_BACKENDS))}, got {name!r}", field="attention")
@@ -39,10 +47,10 @@ def create_backend(name: str, layout: KVLayout, device: torch.device) -> Attenti
         raise ConfigError(f"attention {name!r} needs a CUDA device, got device {str(device)!r}", field="attention")
     module, _, attribute = path.partition(":")
     backend: type[AttentionBackend] = getattr(import_module(module), attribute)
-    return backend(layout, device)
+    return backend(layout, device, dtype)
 
 
-def _automatic(layout: KVLayout, device: torch.device) -> str:
+def _automatic(layout: KVLayout, device: torch.device, dtype: torch.dtype | None) -> str:
     if device.type == "cuda":
-        return "triton" if layout.head_dim in import_module("engine.kernels.operands").HEAD_DIMS else "sdpa"
-    return "native" if import_module("engine.attention.native").serves(layout, device) else "sdpa"
+        return "triton" if import_module("engine.attention.triton").serves(layout, dtype) else "sdpa"
+    return "native" if import_module("engine.attention.native").serves(layout, device, dtype) else "sdpa"

@@ -13,6 +13,7 @@ import torch
 
 from engine.batch import FlatBatch
 from engine.decode_inputs import DecodeRows
+from engine.float8 import LARGEST, UNSCALED, Scales, as_bytes, stored
 from engine.kv_cache import TORCH_DTYPES
 from engine.models.rope import rotate
 from protocol.layout import KVLayout, Order
@@ -47,7 +48,14 @@ class AttentionPlan(ABC):
         self.order: Order = order
 
     @abstractmethod
-    def store(self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    def store(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scales: Scales = UNSCALED,
+    ) -> None:
         """Write ``k`` and ``v`` [T, Hkv, D] of the step's tokens to their slots.
 
         Args:
@@ -55,10 +63,16 @@ class AttentionPlan(ABC):
             v: values.
             k_cache: [num_blocks, *inner], strided, as :meth:`engine.kv_cache.KVCache.layer` gives it.
             v_cache: like ``k_cache``.
+            scales: of the layer's elements.
         """
 
     def rotate_and_store(
-        self, qkv: torch.Tensor, angles: Angles, k_cache: torch.Tensor, v_cache: torch.Tensor
+        self,
+        qkv: torch.Tensor,
+        angles: Angles,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scales: Scales = UNSCALED,
     ) -> torch.Tensor:
         """Turn q and k of ``qkv`` [T, Hq + 2 * Hkv, D] by ``angles`` and :meth:`store` k and v; the caller's no more.
 
@@ -68,11 +82,18 @@ class AttentionPlan(ABC):
         kv_heads = by_token(k_cache, self.order).shape[2]
         heads = qkv.shape[1] - 2 * kv_heads
         turned = rotate(qkv[:, : heads + kv_heads], *angles)
-        self.store(turned[:, heads:], qkv[:, heads + kv_heads :], k_cache, v_cache)
+        self.store(turned[:, heads:], qkv[:, heads + kv_heads :], k_cache, v_cache, scales)
         return turned[:, :heads]
 
     @abstractmethod
-    def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    def forward(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scoring: Scoring,
+        scales: Scales = UNSCALED,
+    ) -> torch.Tensor:
         """Causal attention of ``q`` [T, Hq, D] over each sequence's own blocks, after :meth:`store`: [T, Hq, D]."""
 
 
@@ -80,18 +101,19 @@ class AttentionBackend(ABC):
     """Makes plans.
 
     Args:
-        layout: of the cache; queries have its dtype.
-        device: where they lie.
+        layout: of the cache.
+        device: where it and the queries lie.
+        dtype: of queries, keys and values; None is the cache's own, which an eight-bit one cannot be.
 
     Raises:
         ConfigError: this backend does not serve ``layout`` or ``device``.
     """
 
-    def __init__(self, layout: KVLayout, device: torch.device) -> None:
+    def __init__(self, layout: KVLayout, device: torch.device, dtype: torch.dtype | None = None) -> None:
         self.order: Order = layout.order
         self.block_size = layout.block_size
         self.kv_heads = layout.kv_heads
-        self.dtype = TORCH_DTYPES[layout.dtype]
+        self.dtype = computed_in(layout, dtype)
         self.device = device
 
     @abstractmethod
@@ -106,15 +128,20 @@ class AttentionBackend(ABC):
         return None
 
 
+def computed_in(layout: KVLayout, dtype: torch.dtype | None) -> torch.dtype:
+    """The element type of queries over a cache of ``layout``: ``dtype``, or the cache's own."""
+    found = dtype or TORCH_DTYPES[layout.dtype]
+    assert found not in LARGEST, "nothing is computed in eight bits"
+    return found
+
+
 def by_token(cache: torch.Tensor, order: Order) -> torch.Tensor:
     """A layer's cache as ``[num_blocks, block_size, kv_heads, head_dim]``, whatever its order; a view."""
     return cache if order == "NHD" else cache.transpose(1, 2)
 
 
-def store_by_slot(
-    slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, order: Order
+def put(
+    places: tuple[torch.Tensor, torch.Tensor], values: torch.Tensor, cache: torch.Tensor, scale: float, order: Order
 ) -> None:
-    """Write ``k`` and ``v`` [T, Hkv, D] to ``slots`` [T] with torch's own operations."""
-    for values, cache in ((k, k_cache), (v, v_cache)):
-        tokens = by_token(cache, order)
-        tokens.index_put_((slots // tokens.shape[1], slots % tokens.shape[1]), values)
+    """Write ``values`` [T, Hkv, D] to the blocks and offsets ``places`` [T] of K or V, with torch's own operations."""
+    by_token(as_bytes(cache), order).index_put_(places, stored(values, cache.dtype, scale))

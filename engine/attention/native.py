@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.attention.backend import Angles, AttentionBackend, AttentionPlan, Scoring, by_token, store_by_slot
+from engine.attention.backend import Angles, AttentionBackend, AttentionPlan, Scoring, by_token, computed_in, put
 from engine.attention.sdpa import Prompt, SDPAttention, prompts
 from engine.batch import FlatBatch
+from engine.float8 import UNSCALED, Scales, is_float8
 from engine.kv_cache import TORCH_DTYPES
-from engine.native.library import DTYPES, kernels_for
+from engine.native.library import CACHE_DTYPES, DTYPES, kernels_for
 from protocol.errors import ConfigError
 from protocol.layout import KVLayout
 
@@ -25,9 +26,9 @@ _AMX_STEP = 32
 """Elements that one AMX instruction sums over: head_dim must be a multiple, contexts are padded to one."""
 
 
-def serves(layout: KVLayout, device: torch.device) -> bool:
-    """Whether the kernels are there for ``layout`` on ``device``."""
-    return layout.head_dim <= MAX_HEAD_DIM and kernels_for(TORCH_DTYPES[layout.dtype], device) is not None
+def serves(layout: KVLayout, device: torch.device, dtype: torch.dtype | None = None) -> bool:
+    """Whether the kernels are there for ``layout`` on ``device``, with queries of ``dtype``, or the cache's own."""
+    return layout.head_dim <= MAX_HEAD_DIM and kernels_for(computed_in(layout, dtype), device) is not None
 
 
 class NativeAttention(AttentionBackend):
@@ -37,20 +38,22 @@ class NativeAttention(AttentionBackend):
         ConfigError: the kernels do not serve this layout, or cannot be built here.
     """
 
-    def __init__(self, layout: KVLayout, device: torch.device) -> None:
-        super().__init__(layout, device)
+    def __init__(self, layout: KVLayout, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        super().__init__(layout, device, dtype)
         kernels = kernels_for(self.dtype, device)
-        if kernels is None or not serves(layout, device):
+        if kernels is None or not serves(layout, device, self.dtype):
             raise ConfigError(
                 f"attention 'native' wants a compiler, float32 or bfloat16 on a CPU, and head_dim <= {MAX_HEAD_DIM}; "
-                f"got {layout.dtype} on {str(device)!r} and head_dim {layout.head_dim}",
+                f"got {self.dtype} on {str(device)!r} and head_dim {layout.head_dim}",
                 field="attention",
             )
         self.kernels = kernels
         self.head_dim = layout.head_dim
         self.half = DTYPES.index(self.dtype)
         self.threads = torch.get_num_threads()
-        self.gathering = SDPAttention(layout, device)
+        cache_dtype = TORCH_DTYPES[layout.dtype]
+        self.eighth = CACHE_DTYPES.index(cache_dtype if is_float8(cache_dtype) else None)
+        self.gathering = SDPAttention(layout, device, self.dtype)
         self.tiled_prompts = (
             kernels.linear_kind == _AMX and self.dtype == torch.bfloat16 and layout.head_dim % _AMX_STEP == 0
         )
@@ -86,12 +89,26 @@ class NativePlan(AttentionPlan):
         longest = -(-max((chunk.length for chunk in self._tiled.values()), default=0) // _AMX_STEP) * _AMX_STEP
         self._work = torch.empty(longest * 2 * backend.head_dim, dtype=backend.dtype)
 
-    def store(self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    def store(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scales: Scales = UNSCALED,
+    ) -> None:
         """Write K and V of the step's tokens to their slots."""
-        store_by_slot(torch.from_numpy(self._slots), k, v, k_cache, v_cache, self.order)
+        block, offset = (torch.from_numpy(part) for part in np.divmod(self._slots, self._backend.block_size))
+        put((block, offset), k, k_cache, scales.k, self.order)
+        put((block, offset), v, v_cache, scales.v, self.order)
 
     def rotate_and_store(
-        self, qkv: torch.Tensor, angles: Angles, k_cache: torch.Tensor, v_cache: torch.Tensor
+        self,
+        qkv: torch.Tensor,
+        angles: Angles,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scales: Scales = UNSCALED,
     ) -> torch.Tensor:
         """In one pass; q is turned in place."""
         backend = self._backend
@@ -99,16 +116,23 @@ class NativePlan(AttentionPlan):
         q_heads = heads - 2 * backend.kv_heads
         cos, sin = angles
         if 2 * cos.shape[-1] != dim:
-            return super().rotate_and_store(qkv, angles, k_cache, v_cache)
+            return super().rotate_and_store(qkv, angles, k_cache, v_cache, scales)
         assert all(part.is_contiguous() for part in (qkv, cos, sin))
         backend.kernels.rope_store(
-            *(backend.half, qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), self._slots.ctypes.data),
+            *(backend.half, backend.eighth, qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), self._slots.ctypes.data),
             *(k_cache.data_ptr(), v_cache.data_ptr(), tokens, q_heads, backend.kv_heads, dim, backend.block_size),
-            *(backend.strides(k_cache), backend.threads),
+            *(backend.strides(k_cache), 1.0 / scales.k, 1.0 / scales.v, backend.threads),
         )
         return qkv[:, :q_heads]
 
-    def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    def forward(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scoring: Scoring,
+        scales: Scales = UNSCALED,
+    ) -> torch.Tensor:
         """Causal attention of ``q`` [T, Hq, D]: [T, Hq, D]."""
         backend = self._backend
         _, heads, dim = q.shape
@@ -116,25 +140,25 @@ class NativePlan(AttentionPlan):
             q = q.contiguous()
         out = torch.empty(q.shape, dtype=q.dtype)
         start, k, v, result = q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr()
-        stride, group = q.stride(0), heads // backend.kv_heads
+        stride, group, scale = q.stride(0), heads // backend.kv_heads, scoring.scale * scales.k
         shape = (stride, backend.kv_heads, group, dim, backend.block_size, backend.strides(k_cache))
         if self._decodes is not None:
             rows, tables, lengths = self._decodes.addresses
             sizes = (self._decodes.count, self._decodes.width)
             backend.kernels.paged_decode(
-                *(backend.half, start, k, v, rows, tables, lengths, result, *sizes, *shape),
-                *(scoring.scale, scoring.window, scoring.softcap, backend.threads),
+                *(backend.half, backend.eighth, start, k, v, rows, tables, lengths, result, *sizes, *shape),
+                *(scale, scoring.window, scoring.softcap, scales.v, backend.threads),
             )
         item = q.element_size()
         for chunk in self._tiled.values():
             if chunk.serves(scoring):
                 backend.kernels.prompt_attention(
-                    *(start + chunk.first * stride * item, k, v, chunk.table, self._work.data_ptr()),
+                    *(backend.eighth, start + chunk.first * stride * item, k, v, chunk.table, self._work.data_ptr()),
                     *(result + chunk.first * heads * dim * item, chunk.count, chunk.length, *shape),
-                    *(scoring.scale, backend.threads),
+                    *(scale, scales.v, backend.threads),
                 )
         for prompt in self._prompts(scoring):
-            out[prompt.tokens] = prompt.attend(q[prompt.tokens], k_cache, v_cache)
+            out[prompt.tokens] = prompt.attend(q[prompt.tokens], k_cache, v_cache, scales)
         return out
 
     def _prompts(self, scoring: Scoring) -> list[Prompt]:

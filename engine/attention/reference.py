@@ -6,6 +6,7 @@ import torch
 
 from engine.attention.backend import AttentionBackend, AttentionPlan, Scoring, by_token
 from engine.batch import FlatBatch
+from engine.float8 import UNSCALED, Scales, as_bytes, stored
 from protocol.layout import Order
 
 
@@ -23,20 +24,34 @@ class _ReferencePlan(AttentionPlan):
         self._batch = batch
         self._block_size = block_size
 
-    def store(self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    def store(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scales: Scales = UNSCALED,
+    ) -> None:
         for token, slot in enumerate(self._batch.slot_mapping.tolist()):
             block, offset = divmod(slot, self._block_size)
-            by_token(k_cache, self.order)[block, offset] = k[token]
-            by_token(v_cache, self.order)[block, offset] = v[token]
+            for values, cache, scale in ((k, k_cache, scales.k), (v, v_cache, scales.v)):
+                by_token(as_bytes(cache), self.order)[block, offset] = stored(values[token], cache.dtype, scale)
 
-    def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    def forward(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scoring: Scoring,
+        scales: Scales = UNSCALED,
+    ) -> torch.Tensor:
         out = torch.empty_like(q)
         ends = self._batch.query_start_loc.tolist()
         for row in range(len(ends) - 1):
             for token in range(ends[row], ends[row + 1]):
                 length = int(self._batch.positions[token]) + 1
-                keys = self._context(k_cache, row, length)
-                values = self._context(v_cache, row, length)
+                keys = self._context(k_cache, row, length) * scales.k
+                values = self._context(v_cache, row, length) * scales.v
                 group = q.shape[1] // keys.shape[1]
                 for head in range(q.shape[1]):
                     scores = keys[:, head // group] @ q[token, head].double() * scoring.scale
@@ -50,4 +65,4 @@ class _ReferencePlan(AttentionPlan):
     def _context(self, cache: torch.Tensor, row: int, length: int) -> torch.Tensor:
         """K or V of the first ``length`` tokens of a sequence: float64 [length, kv_heads, head_dim]."""
         blocks = self._batch.block_table[row, : -(-length // self._block_size)].tolist()
-        return torch.cat([by_token(cache, self.order)[block] for block in blocks])[:length].double()
+        return torch.cat([by_token(cache, self.order)[block].double() for block in blocks])[:length]

@@ -6,6 +6,7 @@ becomes the rows of its query, so each K and V is read once. Prompt chunks are o
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -13,8 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from engine.attention.backend import AttentionBackend, AttentionPlan, Scoring, by_token
+from engine.attention.backend import AttentionBackend, AttentionPlan, Scoring, by_token, put
 from engine.batch import FlatBatch
+from engine.float8 import UNSCALED, Scales, as_bytes, is_float8, widened
 from protocol.layout import KVLayout, Order
 
 _PADDING_BLOCKS = 8
@@ -26,9 +28,9 @@ _GATHER_TOKENS = 1 << 15
 class SDPAttention(AttentionBackend):
     """Gathers blocks into a workspace that all layers and steps share."""
 
-    def __init__(self, layout: KVLayout, device: torch.device) -> None:
-        super().__init__(layout, device)
-        self.workspace = Workspace()
+    def __init__(self, layout: KVLayout, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        super().__init__(layout, device, dtype)
+        self.workspace = Workspace(self.dtype)
 
     def plan(self, batch: FlatBatch) -> AttentionPlan:
         """The plan of one step."""
@@ -43,23 +45,36 @@ class SDPAPlan(AttentionPlan):
         self._backend = backend
         self._batch = batch
         slots = torch.from_numpy(batch.slot_mapping).to(backend.device)
-        self._blocks = slots // backend.block_size
-        self._offsets = slots % backend.block_size
+        self._places = (slots // backend.block_size, slots % backend.block_size)
         self._parts: dict[Scoring, list[Decodes | Prompt]] = {}
 
-    def store(self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    def store(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scales: Scales = UNSCALED,
+    ) -> None:
         """Write K and V of the step's tokens to their slots."""
-        by_token(k_cache, self.order).index_put_((self._blocks, self._offsets), k)
-        by_token(v_cache, self.order).index_put_((self._blocks, self._offsets), v)
+        put(self._places, k, k_cache, scales.k, self.order)
+        put(self._places, v, v_cache, scales.v, self.order)
 
-    def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    def forward(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scoring: Scoring,
+        scales: Scales = UNSCALED,
+    ) -> torch.Tensor:
         """Causal attention of ``q`` [T, Hq, D]: [T, Hq, D]."""
         parts = self._parts.get(scoring)
         if parts is None:
             parts = self._parts[scoring] = self._arrange(scoring)
         out = q.new_empty(q.shape)
         for part in parts:
-            out[part.tokens] = part.attend(q[part.tokens], k_cache, v_cache)
+            out[part.tokens] = part.attend(q[part.tokens], k_cache, v_cache, scales)
         return out
 
     def _arrange(self, scoring: Scoring) -> list[Decodes | Prompt]:
@@ -98,24 +113,31 @@ def reach(batch: FlatBatch, window: int, block_size: int) -> Reach:
 
 
 class Workspace:
-    """Room for gathered K and V; grows to the largest gather and stays."""
+    """Room for gathered K and V; grows to the largest gather and stays.
 
-    def __init__(self) -> None:
+    Args:
+        dtype: that is computed in: an eight-bit cache is widened to it.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
         self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def gather(
         self, k_cache: torch.Tensor, v_cache: torch.Tensor, blocks: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of ``blocks`` [N] of both caches, each [N, *inner]; valid until the next gather."""
+        """Copies of ``blocks`` [N] of both caches, each [N, *inner], without scales; valid until the next gather."""
         shape = (blocks.shape[0], *k_cache.shape[1:])
         size = blocks.shape[0] * k_cache[0].numel()
         if self._buffers is None or self._buffers[0].numel() < size:
             # Not a tensor of inference mode, which could not be written outside of it.
             with torch.inference_mode(mode=False):
-                self._buffers = (k_cache.new_empty(size), v_cache.new_empty(size))
+                self._buffers = (as_bytes(k_cache.new_empty(size)), as_bytes(v_cache.new_empty(size)))
         k, v = (buffer[:size].view(shape) for buffer in self._buffers)
-        torch.index_select(k_cache, 0, blocks, out=k)
-        torch.index_select(v_cache, 0, blocks, out=v)
+        torch.index_select(as_bytes(k_cache), 0, blocks, out=k)
+        torch.index_select(as_bytes(v_cache), 0, blocks, out=v)
+        if is_float8(k_cache.dtype):
+            return widened(k.view(k_cache.dtype), self._dtype), widened(v.view(v_cache.dtype), self._dtype)
         return k, v
 
 
@@ -152,16 +174,19 @@ class Decodes:
             mask.masked_fill_(torch.from_numpy(hidden[:, None, None]), -torch.inf)
             self._mask = mask.to(backend.device)
 
-    def attend(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scales: Scales = UNSCALED
+    ) -> torch.Tensor:
         """[R, Hq, D] of ``q`` [R, Hq, D]."""
+        scoring = scaled(self._scoring, scales)
         rows, heads, head_dim = q.shape
         k, v = (self._context(part, rows) for part in self._workspace.gather(k_cache, v_cache, self._blocks))
         folded = q.reshape(rows, k.shape[1], heads // k.shape[1], head_dim)
-        if self._scoring.softcap:
-            out = capped_attention(folded, k, v, self._mask, self._scoring)
+        if scoring.softcap:
+            out = capped_attention(folded, k, v, self._mask, scoring)
         else:
-            out = functional.scaled_dot_product_attention(folded, k, v, attn_mask=self._mask, scale=self._scoring.scale)
-        return out.reshape(rows, heads, head_dim)
+            out = functional.scaled_dot_product_attention(folded, k, v, attn_mask=self._mask, scale=scoring.scale)
+        return rescaled(out, scales).reshape(rows, heads, head_dim)
 
     def _context(self, gathered: torch.Tensor, rows: int) -> torch.Tensor:
         """Gathered blocks as [rows, Hkv, length, D]."""
@@ -199,29 +224,41 @@ class Prompt:
             self._mask = torch.zeros(count, length, dtype=backend.dtype, device=backend.device)
             self._mask.masked_fill_(~allowed, -torch.inf)
 
-    def attend(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scales: Scales = UNSCALED
+    ) -> torch.Tensor:
         """[n, Hq, D] of ``q`` [n, Hq, D]."""
+        scoring = scaled(self._scoring, scales)
         gathered = self._workspace.gather(k_cache, v_cache, self._blocks)
         k, v = (by_token(part, self._order).flatten(0, 1)[: self._length].transpose(0, 1) for part in gathered)
         queries = q.transpose(0, 1)
-        if self._scoring.softcap:
+        if scoring.softcap:
             grouped = queries.reshape(k.shape[0], -1, *queries.shape[1:])
             # One KV head at a time: the scores are held whole.
             heads = [
-                capped_attention(grouped[head], k[head], v[head], self._mask, self._scoring)
-                for head in range(k.shape[0])
+                capped_attention(grouped[head], k[head], v[head], self._mask, scoring) for head in range(k.shape[0])
             ]
-            return torch.cat(heads).transpose(0, 1)
+            return rescaled(torch.cat(heads), scales).transpose(0, 1)
         out = functional.scaled_dot_product_attention(
             queries.unsqueeze(0),
             k.unsqueeze(0),
             v.unsqueeze(0),
             attn_mask=self._mask,
             is_causal=self._mask is None,
-            scale=self._scoring.scale,
+            scale=scoring.scale,
             enable_gqa=q.shape[1] != k.shape[0],
         )
-        return out.squeeze(0).transpose(0, 1)
+        return rescaled(out, scales).squeeze(0).transpose(0, 1)
+
+
+def scaled(scoring: Scoring, scales: Scales) -> Scoring:
+    """The scoring of keys that are ``scales.k`` times what is given for them."""
+    return scoring if scales.k == 1.0 else replace(scoring, scale=scoring.scale * scales.k)
+
+
+def rescaled(out: torch.Tensor, scales: Scales) -> torch.Tensor:
+    """What attention gives for values that are ``scales.v`` times those of ``out``, which is the caller's no more."""
+    return out if scales.v == 1.0 else out.mul_(scales.v)
 
 
 def capped_attention(

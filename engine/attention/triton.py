@@ -6,27 +6,48 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.attention.backend import AttentionBackend, AttentionPlan, Scoring
+from engine.attention.backend import AttentionBackend, AttentionPlan, Scoring, computed_in
+from engine.attention.sdpa import Prompt, SDPAttention, prompts
 from engine.batch import FlatBatch
 from engine.decode_inputs import DecodeRows
-from engine.kernels.operands import HEAD_DIMS
+from engine.float8 import UNSCALED, Scales
+from engine.kernels.float8 import FORMATS
+from engine.kernels.operands import HALVES, HEAD_DIMS
 from engine.kernels.paged_decode import paged_decode
 from engine.kernels.paged_prefill import paged_prefill
 from engine.kernels.store_kv import store_kv
 from engine.kernels.tiles import plan_tiles
+from engine.kv_cache import TORCH_DTYPES
 from protocol.errors import ConfigError
 from protocol.layout import KVLayout
+
+
+def serves(layout: KVLayout, dtype: torch.dtype | None = None) -> bool:
+    """Whether the kernels are made for ``layout``, with queries of ``dtype``, or the cache's own."""
+    return layout.head_dim in HEAD_DIMS and not _too_wide(layout, computed_in(layout, dtype))
+
+
+def _too_wide(layout: KVLayout, dtype: torch.dtype) -> bool:
+    return TORCH_DTYPES[layout.dtype] in FORMATS and dtype not in HALVES
 
 
 class TritonAttention(AttentionBackend):
     """Two kernels a layer: one for the sequences of one token, one for the longer chunks."""
 
-    def __init__(self, layout: KVLayout, device: torch.device) -> None:
-        super().__init__(layout, device)
+    def __init__(self, layout: KVLayout, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        super().__init__(layout, device, dtype)
         if layout.head_dim not in HEAD_DIMS:
             raise ConfigError(
                 f"attention 'triton' serves head_dim {HEAD_DIMS}, the model has {layout.head_dim}", field="attention"
             )
+        if _too_wide(layout, self.dtype):
+            raise ConfigError(
+                f"attention 'triton' computes in float16 or bfloat16 over a cache in {layout.dtype}, got {self.dtype}",
+                field="attention",
+            )
+        # The kernel of chunks reads elements that are computed in alone.
+        eighth = TORCH_DTYPES[layout.dtype] in FORMATS
+        self.gathering = SDPAttention(layout, device, self.dtype) if eighth else None
 
     def plan(self, batch: FlatBatch) -> AttentionPlan:
         """The plan of one step."""
@@ -46,14 +67,30 @@ class TritonPlan(AttentionPlan):
         self._slots = torch.from_numpy(batch.slot_mapping).to(backend.device)
         counts = np.diff(batch.query_start_loc)
         chunks, decodes = np.flatnonzero(counts > 1), np.flatnonzero(counts == 1)
-        self._chunks = Chunks(batch, chunks, backend.device) if len(chunks) else None
+        self._batch, self._rows, self._gathering = batch, chunks, backend.gathering
+        self._chunks = Chunks(batch, chunks, backend.device) if len(chunks) and backend.gathering is None else None
+        self._gathered: dict[Scoring, list[Prompt]] = {}
         self._decodes = Decodes(batch, decodes, backend.device) if len(decodes) else None
 
-    def store(self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    def store(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scales: Scales = UNSCALED,
+    ) -> None:
         """Write K and V of the step's tokens to their slots."""
-        store_kv(k, v, k_cache, v_cache, self._slots, self.order)
+        store_kv(k, v, k_cache, v_cache, self._slots, self.order, scales)
 
-    def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    def forward(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scoring: Scoring,
+        scales: Scales = UNSCALED,
+    ) -> torch.Tensor:
         """Causal attention of ``q`` [T, Hq, D]: [T, Hq, D]."""
         out = q.new_empty(q.shape)
         chunks, decodes = self._chunks, self._decodes
@@ -71,8 +108,20 @@ class TritonPlan(AttentionPlan):
                 *(scoring.scale, self.order),
                 window=scoring.window,
                 softcap=scoring.softcap,
+                scales=scales,
             )
+        for prompt in self._prompts(scoring):
+            out[prompt.tokens] = prompt.attend(q[prompt.tokens], k_cache, v_cache, scales)
         return out
+
+    def _prompts(self, scoring: Scoring) -> list[Prompt]:
+        """The chunks that go the way of ``sdpa``: those over an eight-bit cache."""
+        if self._gathering is None:
+            return []
+        found = self._gathered.get(scoring)
+        if found is None:
+            found = self._gathered[scoring] = prompts(self._gathering, self._batch, self._rows, scoring)
+        return found
 
 
 class Chunks:
@@ -124,11 +173,25 @@ class TritonDecodePlan(AttentionPlan):
         super().__init__(backend.order)
         self._rows = rows
 
-    def store(self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    def store(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scales: Scales = UNSCALED,
+    ) -> None:
         """Write K and V of the step's tokens to their slots."""
-        store_kv(k, v, k_cache, v_cache, self._rows.slots, self.order)
+        store_kv(k, v, k_cache, v_cache, self._rows.slots, self.order, scales)
 
-    def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    def forward(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scoring: Scoring,
+        scales: Scales = UNSCALED,
+    ) -> torch.Tensor:
         """Causal attention of ``q`` [B, Hq, D]: [B, Hq, D]."""
         return paged_decode(
             q,
@@ -140,4 +203,5 @@ class TritonDecodePlan(AttentionPlan):
             self.order,
             window=scoring.window,
             softcap=scoring.softcap,
+            scales=scales,
         )

@@ -22,7 +22,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 from engine.kernels import paged_decode, paged_prefill, store_kv, tiles
-from engine.kernels.operands import HEAD_DIMS, TRITON_TYPE
+from engine.kernels.float8 import FORMATS
+from engine.kernels.operands import HALVES, HEAD_DIMS, TRITON_TYPE
 from protocol.errors import ConfigError, EngineFailure
 
 TARGETS: dict[str, GPUTarget] = {
@@ -84,9 +85,19 @@ class Usage:
 
 
 def variants(
-    arch: str, dtypes: Sequence[torch.dtype] = tuple(TRITON_TYPE), head_dims: Sequence[int] = HEAD_DIMS
+    arch: str,
+    dtypes: Sequence[torch.dtype] = tuple(TRITON_TYPE),
+    head_dims: Sequence[int] = HEAD_DIMS,
+    cache_dtypes: Sequence[torch.dtype | None] = (None, *FORMATS),
 ) -> Iterator[Variant]:
     """Every kernel for the given element types and head dimensions, launched as its wrapper launches it on ``arch``.
+
+    Args:
+        arch: one of :data:`TARGETS`.
+        dtypes: that are computed in.
+        head_dims: elements per head.
+        cache_dtypes: eight-bit types of the cache, for types that are computed in over one; None is a cache of the type
+            that is computed in.
 
     Raises:
         ConfigError: unknown architecture.
@@ -94,30 +105,43 @@ def variants(
     amd = _target(arch).backend == "hip"
     for dtype in dtypes:
         for head_dim in head_dims:
-            yield from _variants_of(dtype, head_dim, amd=amd)
+            for cache_dtype in cache_dtypes:
+                if cache_dtype is None or dtype in HALVES:
+                    yield from _variants_of(dtype, head_dim, cache_dtype, amd=amd)
 
 
-def _variants_of(dtype: torch.dtype, head_dim: int, *, amd: bool) -> Iterator[Variant]:
+def _variants_of(dtype: torch.dtype, head_dim: int, cache_dtype: torch.dtype | None, *, amd: bool) -> Iterator[Variant]:
     element, label = TRITON_TYPE[dtype], f"{TRITON_TYPE[dtype]} D={head_dim}"
-    caches = {"k_cache_ptr": f"*{element}", "v_cache_ptr": f"*{element}"}
+    if cache_dtype is None:
+        eighth, kept = 0, element
+    else:
+        eighth, kept = FORMATS[cache_dtype], "u8"
+        label = f"{label} over {str(cache_dtype).removeprefix('torch.')}"
+    caches = {"k_cache_ptr": f"*{kept}", "v_cache_ptr": f"*{kept}"}
     yield Variant(
         name=f"store_kv {label}",
         kernel=store_kv.store_kv_kernel,
-        types=caches | {"k_ptr": f"*{element}", "v_ptr": f"*{element}", "slot_ptr": "*i64"},
-        constants=store_kv.kernel_constants(_KV_HEADS, head_dim, _BLOCK_SIZE),
+        types=caches
+        | {"k_ptr": f"*{element}", "v_ptr": f"*{element}", "slot_ptr": "*i64"}
+        | {"k_inverse": "fp32", "v_inverse": "fp32"},
+        constants=store_kv.kernel_constants(_KV_HEADS, head_dim, _BLOCK_SIZE, eighth),
         options={"num_warps": store_kv.NUM_WARPS},
     )
     parts = {"part_ptr": "*fp32", "lse_ptr": "*fp32"}
-    launch = paged_decode.launch(dtype, head_dim)
-    scalars = {"score_in": "fp32", "score_out": "fp32", "window": "i32"}
+    launch = paged_decode.launch(dtype, head_dim, eighth)
+    scalars = {"score_in": "fp32", "score_out": "fp32", "v_scale": "fp32", "window": "i32"}
     for capped in (False, True):
         yield Variant(
             name=f"paged_decode_split {label}{' capped' if capped else ''}",
             kernel=paged_decode.paged_decode_split_kernel,
             types=caches | parts | scalars | {"q_ptr": f"*{element}", "table_ptr": "*i32", "len_ptr": "*i32"},
-            constants=paged_decode.split_constants(_GROUP, head_dim, _BLOCK_SIZE, launch.block_n, capped=capped),
+            constants=paged_decode.split_constants(
+                _GROUP, head_dim, _BLOCK_SIZE, launch.block_n, capped=capped, eighth=eighth
+            ),
             options={"num_warps": launch.num_warps, "num_stages": launch.num_stages},
         )
+    if eighth:
+        return  # chunks go another way, and the parts that are joined are the same
     tiled = tiles.launch(dtype, head_dim, _GROUP, amd=amd)
     indices = dict.fromkeys(("table_ptr", "query_start_ptr", "len_ptr", "tile_ptr"), "*i32")
     for capped in (False, True):

@@ -8,11 +8,14 @@ from typing import NamedTuple
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
+from engine.float8 import LARGEST
 from protocol.errors import ConfigError, EngineFailure
 from protocol.layout import Order
 
 TRITON_TYPE: dict[torch.dtype, str] = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-"""Element types that the kernels are made for, by Triton's name."""
+"""Element types that the kernels compute in, by Triton's name."""
+HALVES = (torch.float16, torch.bfloat16)
+"""Element types that are computed in over an eight-bit cache: float32 would not be within the register budget."""
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 """Head dimensions that are tested and within the register budget."""
@@ -54,8 +57,9 @@ def cache_geometry(k_cache: torch.Tensor, v_cache: torch.Tensor, order: Order) -
     require(v_cache.shape == k_cache.shape, "v_cache", f"of shape {tuple(k_cache.shape)}", tuple(v_cache.shape))
     require(v_cache.dtype == k_cache.dtype, "v_cache", f"of dtype {k_cache.dtype}", v_cache.dtype)
     require(v_cache.device == k_cache.device, "v_cache", f"on {k_cache.device}", v_cache.device)
-    if k_cache.dtype not in TRITON_TYPE:
-        raise ConfigError(f"dtype must be one of {list(TRITON_TYPE)}, got {k_cache.dtype}", field="dtype")
+    served = [*TRITON_TYPE, *LARGEST]
+    if k_cache.dtype not in served:
+        raise ConfigError(f"dtype must be one of {served}, got {k_cache.dtype}", field="dtype")
     heads, tokens = (1, 2) if order == "HND" else (2, 1)
     head_dim = k_cache.shape[3]
     if head_dim not in HEAD_DIMS:
@@ -81,6 +85,18 @@ def check_operand(
     require(tensor.numel() == 0 or tensor.stride(-1) == 1, name, "dense in its last dimension", tensor.stride())
 
 
+def computed_in(name: str, tensor: torch.Tensor, cache: torch.Tensor) -> torch.dtype:
+    """The dtype that ``tensor`` must have: the cache's; over an eight-bit cache its own, of those computed in.
+
+    Raises:
+        EngineFailure: nothing is computed in it.
+    """
+    if cache.dtype not in LARGEST:
+        return cache.dtype
+    require(tensor.dtype in HALVES, name, f"of one of {list(HALVES)}", tensor.dtype)
+    return tensor.dtype
+
+
 def check_queries(q: torch.Tensor, k_cache: torch.Tensor, cache: CacheGeometry) -> int:
     """Check queries ``[T, heads, head_dim]`` of the cache ``k_cache``.
 
@@ -93,7 +109,7 @@ def check_queries(q: torch.Tensor, k_cache: torch.Tensor, cache: CacheGeometry) 
     require(q.dim() == 3, "q", "of three dimensions", tuple(q.shape))
     tokens, heads = q.shape[:2]
     require(heads > 0 and heads % cache.kv_heads == 0, "q", f"of a multiple of {cache.kv_heads} heads", heads)
-    check_operand("q", q, k_cache, shape=(tokens, heads, cache.head_dim), dtype=k_cache.dtype)
+    check_operand("q", q, k_cache, shape=(tokens, heads, cache.head_dim), dtype=computed_in("q", q, k_cache))
     return heads
 
 

@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.float8 import UNSCALED, Scales, as_bytes
+from engine.kernels.float8 import FORMATS, widened
 from engine.kernels.operands import (
     cache_geometry,
     check_device,
@@ -46,6 +48,7 @@ def paged_decode_split_kernel(
     lse_ptr,
     score_in,
     score_out,
+    v_scale,
     window,
     stride_q_row,
     stride_q_head,
@@ -68,8 +71,12 @@ def paged_decode_split_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CAPPED: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
-    """Grid ``(rows, kv_heads, splits)``; scores are in base 2, as ``exp2`` is the GPU's own. Window 0 sees all."""
+    """Grid ``(rows, kv_heads, splits)``; scores are in base 2, as ``exp2`` is the GPU's own. Window 0 sees all.
+
+    Elements of an eight-bit cache (``FORMAT``) are widened; K's scale is in the score's, V's is ``v_scale``.
+    """
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
@@ -101,6 +108,9 @@ def paged_decode_split_kernel(
         k = tl.load(k_base + k_at[None, :] + dim[:, None], mask=seen[None, :] & in_dim[:, None], other=0.0)
         v_at = block * stride_vc_block + offset * stride_vc_token
         v = tl.load(v_base + v_at[:, None] + dim[None, :], mask=seen[:, None] & in_dim[None, :], other=0.0)
+        if FORMAT:
+            k = widened(k, FORMAT).to(q.dtype)
+            v = widened(v, FORMAT).to(q.dtype)
         scores = score(tl.dot(q, k, input_precision="ieee"), score_in, score_out, CAPPED)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
@@ -112,7 +122,7 @@ def paged_decode_split_kernel(
     # A split with no token has total 0 and log-sum-exp -inf, and weighs nothing when the parts are joined.
     divisor = tl.where(total == 0.0, 1.0, total)
     part_at = part_ptr + row * stride_part_row + split * stride_part_split
-    tl.store(part_at + head[:, None] * stride_part_head + dim[None, :], acc / divisor[:, None], mask=q_mask)
+    tl.store(part_at + head[:, None] * stride_part_head + dim[None, :], acc / divisor[:, None] * v_scale, mask=q_mask)
     lse_at = lse_ptr + row * stride_lse_row + split
     tl.store(lse_at + head * stride_lse_head, top + tl.log2(divisor), mask=in_group)
 
@@ -159,15 +169,18 @@ class Launch(NamedTuple):
     num_stages: int
 
 
-def launch(dtype: torch.dtype, head_dim: int) -> Launch:
+def launch(dtype: torch.dtype, head_dim: int, eighth: int = 0) -> Launch:
     """Tile and warps that stay within the register budget on every architecture."""
     if dtype == torch.float32:
         # Exact float32 dots run without tensor cores and hold their operands in registers: longer tiles spill on sm_90.
         return Launch(block_n=32 if head_dim <= 64 else 16, num_warps=4, num_stages=2)
-    return Launch(block_n=64 if head_dim <= 128 else 32, num_warps=4, num_stages=2)
+    # Elements that are widened pass through registers: longer tiles are over the budget on sm_90.
+    return Launch(block_n=64 if head_dim <= (64 if eighth else 128) else 32, num_warps=4, num_stages=2)
 
 
-def split_constants(group: int, head_dim: int, block_size: int, block_n: int, *, capped: bool) -> dict[str, int]:
+def split_constants(
+    group: int, head_dim: int, block_size: int, block_n: int, *, capped: bool, eighth: int = 0
+) -> dict[str, int]:
     """Compile-time arguments of :data:`paged_decode_split_kernel`."""
     return {
         "GROUP": group,
@@ -177,6 +190,7 @@ def split_constants(group: int, head_dim: int, block_size: int, block_n: int, *,
         "BLOCK_SIZE": block_size,
         "BLOCK_N": block_n,
         "CAPPED": capped,
+        "FORMAT": eighth,
     }
 
 
@@ -203,12 +217,13 @@ def paged_decode(
     window: int = 0,
     softcap: float = 0.0,
     splits: int | None = None,
+    scales: Scales = UNSCALED,
 ) -> torch.Tensor:
     """Attention of each row's one query over the first ``seq_lens[row]`` tokens of its block table.
 
     Args:
         q: ``[B, heads, head_dim]``, dense in the last dimension; heads is a multiple of kv_heads (GQA).
-        k_cache: one layer's strided view ``[num_blocks, ...]`` of the pool, of the same dtype.
+        k_cache: one layer's strided view ``[num_blocks, ...]`` of the pool, of the same dtype or an eight-bit one.
         v_cache: as ``k_cache``.
         block_tables: int32 ``[B, M]``; entries beyond a row's length are not read.
         seq_lens: int32 ``[B]``, each at most ``M * block_size`` (not checked: that would wait for the GPU).
@@ -217,6 +232,7 @@ def paged_decode(
         window: only the last so many tokens of each row are seen; 0 for all.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 leaves them.
         splits: parts per sequence, a power of two up to MAX_SPLITS; None chooses.
+        scales: of an eight-bit cache.
 
     Returns:
         ``[B, heads, head_dim]`` of q's dtype; zeros where the length is 0.
@@ -237,7 +253,9 @@ def paged_decode(
     out = torch.empty((rows, heads, cache.head_dim), dtype=q.dtype, device=q.device)
     if rows == 0:
         return out
-    block_n, num_warps, num_stages = launch(q.dtype, cache.head_dim)
+    eighth = FORMATS.get(k_cache.dtype, 0)
+    block_n, num_warps, num_stages = launch(q.dtype, cache.head_dim, eighth)
+    scale *= scales.k
     if splits is None:
         longest = table_shape[1] * cache.block_size
         splits = choose_splits(rows, cache.kv_heads, min(longest, window) if window else longest, block_n)
@@ -246,13 +264,14 @@ def paged_decode(
     lse = torch.empty((rows, heads, splits), dtype=torch.float32, device=q.device)
     paged_decode_split_kernel[(rows, cache.kv_heads, splits)](
         q,
-        k_cache,
-        v_cache,
+        as_bytes(k_cache),
+        as_bytes(v_cache),
         block_tables,
         seq_lens,
         part,
         lse,
         *score_factors(scale, softcap),
+        scales.v,
         window,
         *q.stride()[:2],
         *cache.k_strides,
@@ -260,7 +279,14 @@ def paged_decode(
         block_tables.stride(0),
         *part.stride()[:3],
         *lse.stride()[:2],
-        **split_constants(heads // cache.kv_heads, cache.head_dim, cache.block_size, block_n, capped=softcap > 0.0),
+        **split_constants(
+            heads // cache.kv_heads,
+            cache.head_dim,
+            cache.block_size,
+            block_n,
+            capped=softcap > 0.0,
+            eighth=eighth,
+        ),
         num_warps=num_warps,
         num_stages=num_stages,
     )

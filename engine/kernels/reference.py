@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from engine.float8 import UNSCALED, Scales, as_bytes, stored
 from protocol.layout import Order
 
 
@@ -14,14 +15,15 @@ def store_kv(
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
     order: Order,
+    scales: Scales = UNSCALED,
 ) -> None:
     """As :func:`engine.kernels.store_kv.store_kv`, one token after the other."""
-    tokens_first_k, tokens_first_v = _tokens_first(k_cache, order), _tokens_first(v_cache, order)
-    block_size = tokens_first_k.shape[1]
-    for token, slot in enumerate(slot_mapping.tolist()):
-        if slot >= 0:
-            tokens_first_k[slot // block_size, slot % block_size] = k[token]
-            tokens_first_v[slot // block_size, slot % block_size] = v[token]
+    for values, cache, scale in ((k, k_cache, scales.k), (v, v_cache, scales.v)):
+        tokens_first = _tokens_first(as_bytes(cache), order)
+        block_size = tokens_first.shape[1]
+        for token, slot in enumerate(slot_mapping.tolist()):
+            if slot >= 0:
+                tokens_first[slot // block_size, slot % block_size] = stored(values[token], cache.dtype, scale)
 
 
 def paged_decode(
@@ -35,13 +37,14 @@ def paged_decode(
     *,
     window: int = 0,
     softcap: float = 0.0,
+    scales: Scales = UNSCALED,
 ) -> torch.Tensor:
     """As :func:`engine.kernels.paged_decode.paged_decode`, but the result is float64."""
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
     for row, length in enumerate(seq_lens.tolist()):
         if length:
-            keys = _context(k_cache, block_tables[row], length, order)
-            values = _context(v_cache, block_tables[row], length, order)
+            keys = _context(k_cache, block_tables[row], length, order) * scales.k
+            values = _context(v_cache, block_tables[row], length, order) * scales.v
             out[row] = _attend(q[row : row + 1], keys, values, scale, window, softcap)[0]
     return out
 

@@ -9,7 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.operands import cache_geometry, check_device, check_operand, require
+from engine.float8 import UNSCALED, Scales, as_bytes
+from engine.kernels.float8 import FORMATS, narrowed
+from engine.kernels.operands import cache_geometry, check_device, check_operand, computed_in, require
 from protocol.layout import Order
 
 NUM_WARPS = 4
@@ -22,6 +24,8 @@ def store_kv_kernel(
     k_cache_ptr,
     v_cache_ptr,
     slot_ptr,
+    k_inverse,
+    v_inverse,
     stride_k_token,
     stride_k_head,
     stride_v_token,
@@ -37,8 +41,9 @@ def store_kv_kernel(
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
-    """One program stores one token's K and V of all heads."""
+    """One program stores one token's K and V of all heads; in an eight-bit cache times their inverses."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token).to(tl.int64)
     if slot >= 0:
@@ -50,13 +55,16 @@ def store_kv_kernel(
         inside = (head < HEADS) & (dim < D)
         k = tl.load(k_ptr + token * stride_k_token + head * stride_k_head + dim, mask=inside)
         v = tl.load(v_ptr + token * stride_v_token + head * stride_v_head + dim, mask=inside)
+        if FORMAT:
+            k = narrowed(k, k_inverse, FORMAT)
+            v = narrowed(v, v_inverse, FORMAT)
         k_base = k_cache_ptr + block * stride_kc_block + offset * stride_kc_token
         v_base = v_cache_ptr + block * stride_vc_block + offset * stride_vc_token
         tl.store(k_base + head * stride_kc_head + dim, k, mask=inside)
         tl.store(v_base + head * stride_vc_head + dim, v, mask=inside)
 
 
-def kernel_constants(kv_heads: int, head_dim: int, block_size: int) -> dict[str, int]:
+def kernel_constants(kv_heads: int, head_dim: int, block_size: int, eighth: int = 0) -> dict[str, int]:
     """Compile-time arguments of :data:`store_kv_kernel`."""
     return {
         "HEADS": kv_heads,
@@ -64,6 +72,7 @@ def kernel_constants(kv_heads: int, head_dim: int, block_size: int) -> dict[str,
         "D": head_dim,
         "D_PAD": triton.next_power_of_2(head_dim),
         "BLOCK_SIZE": block_size,
+        "FORMAT": eighth,
     }
 
 
@@ -74,16 +83,18 @@ def store_kv(
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
     order: Order,
+    scales: Scales = UNSCALED,
 ) -> None:
     """Write token ``i``'s K and V to slot ``slot_mapping[i]``; a negative slot is skipped.
 
     Args:
         k: ``[T, kv_heads, head_dim]``, dense in the last dimension.
         v: as ``k``.
-        k_cache: one layer's strided view ``[num_blocks, ...]`` of the pool, of the same dtype.
+        k_cache: one layer's strided view ``[num_blocks, ...]`` of the pool, of the same dtype or an eight-bit one.
         v_cache: as ``k_cache``.
         slot_mapping: int64 ``[T]``, each below ``num_blocks * block_size`` (not checked: that would wait for the GPU).
         order: inner order of the caches.
+        scales: of an eight-bit cache.
 
     Raises:
         ConfigError: order, dtype, head dimension or device is not served.
@@ -92,8 +103,8 @@ def store_kv(
     cache = cache_geometry(k_cache, v_cache, order)
     require(k.dim() == 3, "k", "of three dimensions", tuple(k.shape))
     shape = (k.shape[0], cache.kv_heads, cache.head_dim)
-    check_operand("k", k, k_cache, shape=shape, dtype=k_cache.dtype)
-    check_operand("v", v, k_cache, shape=shape, dtype=k_cache.dtype)
+    check_operand("k", k, k_cache, shape=shape, dtype=computed_in("k", k, k_cache))
+    check_operand("v", v, k_cache, shape=shape, dtype=k.dtype)
     check_operand("slot_mapping", slot_mapping, k_cache, shape=shape[:1], dtype=torch.int64)
     check_device(k_cache, store_kv_kernel)
     if shape[0] == 0:
@@ -101,13 +112,15 @@ def store_kv(
     store_kv_kernel[(shape[0],)](
         k,
         v,
-        k_cache,
-        v_cache,
+        as_bytes(k_cache),
+        as_bytes(v_cache),
         slot_mapping,
+        1.0 / scales.k,
+        1.0 / scales.v,
         *k.stride()[:2],
         *v.stride()[:2],
         *cache.k_strides,
         *cache.v_strides,
-        **kernel_constants(cache.kv_heads, cache.head_dim, cache.block_size),
+        **kernel_constants(cache.kv_heads, cache.head_dim, cache.block_size, FORMATS.get(k_cache.dtype, 0)),
         num_warps=NUM_WARPS,
     )

@@ -81,8 +81,9 @@ class SelfAttention:
         if self._head_norms is not None:
             self._norm_heads(qkv, *self._head_norms)
         k_cache, v_cache = cache.layer(self._index)
-        q = plan.rotate_and_store(qkv, angles, k_cache, v_cache)
-        attended = plan.forward(q, k_cache, v_cache, self._scoring)
+        scales = cache.scales(self._index)
+        q = plan.rotate_and_store(qkv, angles, k_cache, v_cache, scales)
+        attended = plan.forward(q, k_cache, v_cache, self._scoring, scales)
         return self._output(attended.reshape(tokens, self._q_size))
 
     def _norm_heads(self, qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor) -> None:

@@ -152,12 +152,26 @@ def _reach(rope: RopeConfig, max_positions: int) -> int:
 
 def _refuse_unserved(raw: Mapping[str, Any]) -> None:
     for name in ("quantization_config", "compression_config"):
-        if raw.get(name):
+        if raw.get(name) and not _quantises_cache_alone(raw[name]):
             raise UnsupportedArchitecture(f"{name} is not supported: the weights must be plain floats")
     if raw.get("per_layer_config"):
         raise UnsupportedArchitecture("per_layer_config is not supported: all layers must have one geometry")
     if raw.get("use_bidirectional_attention"):
         raise UnsupportedArchitecture("use_bidirectional_attention is not supported: attention is causal")
+
+
+def _quantises_cache_alone(quantization: Any) -> bool:
+    """Whether the weights are plain, and the checkpoint has but a scale for K and for V of each layer."""
+    if not isinstance(quantization, dict) or quantization.get("config_groups"):
+        return False
+    scheme = quantization.get("kv_cache_scheme")
+    wanted = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    return (
+        quantization.get("quant_method") == "compressed-tensors"
+        and isinstance(scheme, dict)
+        and all(scheme.get(name) == value for name, value in wanted.items())
+        and bool(scheme.get("symmetric", True))
+    )
 
 
 def _check_layer_types(raw: Mapping[str, Any], architecture: str, windows: tuple[int, ...]) -> None:

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from engine.attention.backend import Angles, AttentionPlan
 from engine.kv_cache import KVCache
+from engine.kv_scales import is_scale
 from engine.models.config import ModelConfig
 from engine.models.linear import Linear
 from engine.models.model import Model, OnLayer
@@ -167,7 +168,7 @@ class Decoder(Model):
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint tensor that has no destination is harmless."""
         tied = self._config.tied_embeddings and name == HEAD
-        return tied or name.endswith(".rotary_emb.inv_freq")
+        return tied or name.endswith(".rotary_emb.inv_freq") or is_scale(name)
 
     def seal(self) -> None:
         """Pack the linears; the embedding stays plain, it is read by row."""

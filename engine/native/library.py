@@ -25,12 +25,14 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "kvf_linear": (_INT, *(_POINTER,) * 4, *(_SIZE,) * 3, _INT),
     "kvf_add_rms_norm": (_INT, *(_POINTER,) * 4, *(_SIZE,) * 2, _FLOAT, _INT),
     "kvf_silu_and_mul": (_INT, *(_POINTER,) * 2, *(_SIZE,) * 2, _INT),
-    "kvf_rope_store": (_INT, *(_POINTER,) * 6, *(_SIZE,) * 5, _POINTER, _INT),
-    "kvf_paged_decode": (_INT, *(_POINTER,) * 7, *(_SIZE,) * 7, _POINTER, _FLOAT, _SIZE, _FLOAT, _INT),
-    "kvf_prompt_attention": (*(_POINTER,) * 6, *(_SIZE,) * 7, _POINTER, _FLOAT, _INT),
+    "kvf_rope_store": (*(_INT,) * 2, *(_POINTER,) * 6, *(_SIZE,) * 5, _POINTER, *(_FLOAT,) * 2, _INT),
+    "kvf_paged_decode": (*(_INT,) * 2, *(_POINTER,) * 7, *(_SIZE,) * 7, _POINTER, _FLOAT, _SIZE, *(_FLOAT,) * 2, _INT),
+    "kvf_prompt_attention": (_INT, *(_POINTER,) * 6, *(_SIZE,) * 7, _POINTER, *(_FLOAT,) * 2, _INT),
 }
 DTYPES = (torch.float32, torch.bfloat16)
-"""Element types that the kernels know."""
+"""Element types that the kernels compute in."""
+CACHE_DTYPES = (None, torch.float8_e4m3fn, torch.float8_e5m2)
+"""Element types that a cache may have besides the one that is computed in, by the number that the kernels know."""
 
 
 class Kernels:

@@ -1,8 +1,10 @@
 // Attention of one query token per sequence over its blocks, where they lie. All query heads that share a KV head go
 // along it together, so that each byte of K and V is read from memory once. The softmax is online (Milakov and
-// Gimelshein, 2018), in float32. No slot beyond a sequence's end is read, and none before the window's first.
+// Gimelshein, 2018), in float32. Eight-bit elements are widened on their way; their scales are in the score's, and in the
+// result's. No slot beyond a sequence's end is read, and none before the window's first.
 
 #include <cmath>
+#include <type_traits>
 
 #include "vectors.h"
 
@@ -17,8 +19,8 @@ struct Running {
 };
 
 // One run of up to sixteen tokens, G heads. q: [G][chunks] of Floats. softcap: 0 for none.
-template <class T, int G>
-void attend_run(const Floats* q, const T* k, const T* v, int tokens, int dim, int64_t stride, float softcap,
+template <class C, int G>
+void attend_run(const Floats* q, const C* k, const C* v, int tokens, int dim, int64_t stride, float softcap,
                 Running* running) {
     const int chunks = (dim + kLanes - 1) / kLanes;
     Floats lines[G][kLanes] = {};
@@ -57,17 +59,17 @@ void attend_run(const Floats* q, const T* k, const T* v, int tokens, int dim, in
     }
 }
 
-template <class T>
-void attend_group(const Floats* q, const T* k, const T* v, int tokens, int dim, int64_t stride, float softcap,
+template <class C>
+void attend_group(const Floats* q, const C* k, const C* v, int tokens, int dim, int64_t stride, float softcap,
                   int group, Running* running) {
     const int chunks = (dim + kLanes - 1) / kLanes;
     while (group > 0) {
         const int heads = group < kMostHeads ? group : kMostHeads;
         switch (heads) {
-            case 1: attend_run<T, 1>(q, k, v, tokens, dim, stride, softcap, running); break;
-            case 2: attend_run<T, 2>(q, k, v, tokens, dim, stride, softcap, running); break;
-            case 3: attend_run<T, 3>(q, k, v, tokens, dim, stride, softcap, running); break;
-            default: attend_run<T, 4>(q, k, v, tokens, dim, stride, softcap, running); break;
+            case 1: attend_run<C, 1>(q, k, v, tokens, dim, stride, softcap, running); break;
+            case 2: attend_run<C, 2>(q, k, v, tokens, dim, stride, softcap, running); break;
+            case 3: attend_run<C, 3>(q, k, v, tokens, dim, stride, softcap, running); break;
+            default: attend_run<C, 4>(q, k, v, tokens, dim, stride, softcap, running); break;
         }
         q += heads * chunks;
         running += heads;
@@ -75,20 +77,20 @@ void attend_group(const Floats* q, const T* k, const T* v, int tokens, int dim, 
     }
 }
 
-template <class T>
-void fetch(const T* k, const T* v, int64_t tokens, int64_t dim, int64_t stride) {
+template <class C>
+void fetch(const C* k, const C* v, int64_t tokens, int64_t dim, int64_t stride) {
     for (int64_t t = 0; t < tokens; ++t)
-        for (int64_t at = 0; at < dim; at += 64 / static_cast<int64_t>(sizeof(T))) {
+        for (int64_t at = 0; at < dim; at += 64 / static_cast<int64_t>(sizeof(C))) {
             __builtin_prefetch(k + t * stride + at);
             __builtin_prefetch(v + t * stride + at);
         }
 }
 
-template <class T>
-void attend(const T* q, const T* k_cache, const T* v_cache, const int64_t* rows, const int32_t* tables,
+template <class T, class C>
+void attend(const T* q, const C* k_cache, const C* v_cache, const int64_t* rows, const int32_t* tables,
             const int32_t* lengths, T* out, int64_t sequences, int64_t width, int64_t q_stride, int64_t kv_heads,
             int64_t group, int64_t dim, int64_t block_size, const int64_t* strides, float scale, int64_t window,
-            float softcap, int threads) {
+            float softcap, float v_scale, int threads) {
     const int chunks = static_cast<int>((dim + kLanes - 1) / kLanes);
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1 && sequences * kv_heads > 1)
     for (int64_t task = 0; task < sequences * kv_heads; ++task) {
@@ -120,7 +122,7 @@ void attend(const T* q, const T* k_cache, const T* v_cache, const int64_t* rows,
             for (int g = 0; g < heads; ++g)
                 for (int64_t i = 0; i < dim; ++i)
                     result[(first + g) * dim + i] =
-                        round_to<T>(running[g].out[i / kLanes][i % kLanes] / running[g].sum);
+                        round_to<T>(running[g].out[i / kLanes][i % kLanes] / running[g].sum * v_scale);
         }
     }
 }
@@ -129,18 +131,17 @@ void attend(const T* q, const T* k_cache, const T* v_cache, const int64_t* rows,
 
 // out [T, kv_heads * group, dim] at `rows`, of q [T, ...] with `q_stride` elements from token to token.
 // tables: [sequences, width]. strides: as kvf_rope_store's. dim <= 256. window: tokens that are seen, 0 for all. softcap:
-// of the scores, 0 for none.
-extern "C" void kvf_paged_decode(int half, const void* q, const void* k_cache, const void* v_cache,
+// of the scores, 0 for none. half, eighth: see by_types. scale: with K's own; v_scale: V's own.
+extern "C" void kvf_paged_decode(int half, int eighth, const void* q, const void* k_cache, const void* v_cache,
                                  const int64_t* rows, const int32_t* tables, const int32_t* lengths, void* out,
                                  int64_t sequences, int64_t width, int64_t q_stride, int64_t kv_heads, int64_t group,
                                  int64_t dim, int64_t block_size, const int64_t* strides, float scale,
-                                 int64_t window, float softcap, int threads) {
-    if (half)
-        attend(static_cast<const bf16*>(q), static_cast<const bf16*>(k_cache), static_cast<const bf16*>(v_cache), rows,
-               tables, lengths, static_cast<bf16*>(out), sequences, width, q_stride, kv_heads, group, dim, block_size,
-               strides, scale, window, softcap, threads);
-    else
-        attend(static_cast<const float*>(q), static_cast<const float*>(k_cache), static_cast<const float*>(v_cache),
-               rows, tables, lengths, static_cast<float*>(out), sequences, width, q_stride, kv_heads, group, dim,
-               block_size, strides, scale, window, softcap, threads);
+                                 int64_t window, float softcap, float v_scale, int threads) {
+    by_types(half, eighth, [&](auto* number, auto* element) {
+        using T = std::remove_pointer_t<decltype(number)>;
+        using C = std::remove_pointer_t<decltype(element)>;
+        attend(static_cast<const T*>(q), static_cast<const C*>(k_cache), static_cast<const C*>(v_cache), rows, tables,
+               lengths, static_cast<T*>(out), sequences, width, q_stride, kv_heads, group, dim, block_size, strides,
+               scale, window, softcap, v_scale, threads);
+    });
 }

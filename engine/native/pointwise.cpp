@@ -1,6 +1,7 @@
 // What stands between the matrix products of a layer, each in one pass over memory. Sums and products are in float32.
 
 #include <cmath>
+#include <type_traits>
 
 #include "vectors.h"
 
@@ -46,9 +47,16 @@ inline void rotate(const T* from, T* to, const T* cos, const T* sin, int64_t hal
     }
 }
 
-template <class T>
-void rope_store(T* qkv, const T* cos, const T* sin, const int64_t* slots, T* k_cache, T* v_cache, int64_t tokens,
-                int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size, const int64_t* strides, int threads) {
+template <class T, class C>
+inline void keep(const T* from, C* to, int64_t dim, float inverse) {
+#pragma omp simd
+    for (int64_t i = 0; i < dim; ++i) to[i] = narrow<C>(widen(from[i]) * inverse);
+}
+
+template <class T, class C>
+void rope_store(T* qkv, const T* cos, const T* sin, const int64_t* slots, C* k_cache, C* v_cache, int64_t tokens,
+                int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size, const int64_t* strides,
+                float k_inverse, float v_inverse, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && tokens > 1)
     for (int64_t token = 0; token < tokens; ++token) {
         T* row = qkv + token * (heads + 2 * kv_heads) * dim;
@@ -58,8 +66,16 @@ void rope_store(T* qkv, const T* cos, const T* sin, const int64_t* slots, T* k_c
         for (int64_t head = 0; head < heads; ++head) rotate(row + head * dim, row + head * dim, c, s, dim / 2);
         row += heads * dim;
         for (int64_t head = 0; head < kv_heads; ++head) {
-            rotate(row + head * dim, k_cache + place + head * strides[2], c, s, dim / 2);
-            memcpy(v_cache + place + head * strides[2], row + (kv_heads + head) * dim, dim * sizeof(T));
+            T *k = row + head * dim, *v = row + (kv_heads + head) * dim;
+            C *k_to = k_cache + place + head * strides[2], *v_to = v_cache + place + head * strides[2];
+            if constexpr (std::is_same_v<T, C>) {
+                rotate(k, k_to, c, s, dim / 2);
+                memcpy(static_cast<void*>(v_to), v, dim * sizeof(T));
+            } else {
+                rotate(k, k, c, s, dim / 2);
+                keep(k, k_to, dim, k_inverse);
+                keep(v, v_to, dim, v_inverse);
+            }
         }
     }
 }
@@ -86,16 +102,17 @@ extern "C" void kvf_silu_and_mul(int half, const void* gate_up, void* out, int64
 }
 
 // Turn q of qkv [tokens, heads + 2 * kv_heads, dim] in place, and k on its way to the cache, where v goes as it is.
-// strides: elements from block to block, token to token and head to head of the cache.
-extern "C" void kvf_rope_store(int half, void* qkv, const void* cos, const void* sin, const int64_t* slots,
+// strides: elements from block to block, token to token and head to head of the cache. half, eighth: see by_types; in an
+// eight-bit cache K and V are kept times their inverses, and k is turned in qkv as well.
+extern "C" void kvf_rope_store(int half, int eighth, void* qkv, const void* cos, const void* sin, const int64_t* slots,
                                void* k_cache, void* v_cache, int64_t tokens, int64_t heads, int64_t kv_heads,
-                               int64_t dim, int64_t block_size, const int64_t* strides, int threads) {
-    if (half)
-        rope_store(static_cast<bf16*>(qkv), static_cast<const bf16*>(cos), static_cast<const bf16*>(sin), slots,
-                   static_cast<bf16*>(k_cache), static_cast<bf16*>(v_cache), tokens, heads, kv_heads, dim, block_size,
-                   strides, threads);
-    else
-        rope_store(static_cast<float*>(qkv), static_cast<const float*>(cos), static_cast<const float*>(sin), slots,
-                   static_cast<float*>(k_cache), static_cast<float*>(v_cache), tokens, heads, kv_heads, dim, block_size,
-                   strides, threads);
+                               int64_t dim, int64_t block_size, const int64_t* strides, float k_inverse,
+                               float v_inverse, int threads) {
+    by_types(half, eighth, [&](auto* number, auto* element) {
+        using T = std::remove_pointer_t<decltype(number)>;
+        using C = std::remove_pointer_t<decltype(element)>;
+        rope_store(static_cast<T*>(qkv), static_cast<const T*>(cos), static_cast<const T*>(sin), slots,
+                   static_cast<C*>(k_cache), static_cast<C*>(v_cache), tokens, heads, kv_heads, dim, block_size, strides,
+                   k_inverse, v_inverse, threads);
+    });
 }

@@ -7,6 +7,7 @@
 
 #include <cmath>
 #include <initializer_list>
+#include <type_traits>
 
 #include "vectors.h"
 
@@ -34,7 +35,17 @@ struct Context {
     int64_t length, padded, dim;
 };
 
-void gather(const Context& to, const bf16* k_cache, const bf16* v_cache, const int32_t* table, int64_t head,
+inline void copy_line(bf16* to, const bf16* from, int64_t dim) {
+    memcpy(static_cast<void*>(to), from, dim * sizeof(bf16));
+}
+
+template <class C>
+inline void copy_line(bf16* to, const C* from, int64_t dim) {
+    for (int64_t i = 0; i < dim; i += kLanes) store(to + i, load(from + i));
+}
+
+template <class C>
+void gather(const Context& to, const C* k_cache, const C* v_cache, const int32_t* table, int64_t head,
             int64_t block_size, const int64_t* strides) {
     alignas(64) bf16 rows[kStep][kMostElements];
     const __m512i apart = _mm512_set_epi16(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1, 30, 28, 26, 24, 22,
@@ -51,8 +62,8 @@ void gather(const Context& to, const bf16* k_cache, const bf16* v_cache, const i
             }
             const int64_t place =
                 table[token / block_size] * strides[0] + token % block_size * strides[1] + head * strides[2];
-            memcpy(static_cast<void*>(to.k + token * to.dim), k_cache + place, size);
-            memcpy(static_cast<void*>(rows[t]), v_cache + place, size);
+            copy_line(to.k + token * to.dim, k_cache + place, to.dim);
+            copy_line(rows[t], v_cache + place, to.dim);
         }
         for (int64_t i = 0; i < to.dim; i += 2)
             for (int64_t t = 0; t < kStep; t += kRows) {  // sixteen tokens' pairs of elements, then the pairs apart
@@ -77,8 +88,8 @@ inline Floats power_of_two(Floats x) {
 
 // Sixteen queries of one head, of which `count` are there, the first at position `start`. Scores stay in the nearest
 // cache: the softmax is online over runs of tokens.
-void attend(const Context& context, const bf16* q, int64_t q_stride, int count, int64_t start, float scale, bf16* out,
-            int64_t out_stride) {
+void attend(const Context& context, const bf16* q, int64_t q_stride, int count, int64_t start, float scale, float v_scale,
+            bf16* out, int64_t out_stride) {
     alignas(64) uint32_t packed[kMostElements / kStep][16][16] = {};  // [dim / 32][pair of elements][query]
     alignas(64) float scores[kRun][16];                               // [token][query]
     alignas(64) bf16 weights[kRun / 2][16][2];                        // [pair of tokens][query]
@@ -149,7 +160,7 @@ void attend(const Context& context, const bf16* q, int64_t q_stride, int count, 
         }
     }
     for (int query = 0; query < count; ++query)
-        for (int64_t i = 0; i < dim; ++i) out[query * out_stride + i] = round_to<bf16>(turned[i][query] / sums[query]);
+        for (int64_t i = 0; i < dim; ++i) out[query * out_stride + i] = round_to<bf16>(turned[i][query] / sums[query] * v_scale);
 }
 
 }  // namespace
@@ -157,16 +168,21 @@ void attend(const Context& context, const bf16* q, int64_t q_stride, int count, 
 
 // out [count, heads * dim] of q [count, ...] with `q_stride` elements from token to token; q is the last `count` tokens of
 // a sequence of `length`. work: the caller's, 64-byte aligned, 2 * dim * P elements, P being `length` rounded up to 32.
-// dim: a multiple of 32, at most 256. strides: as kvf_rope_store's.
-extern "C" void kvf_prompt_attention(const bf16* q, const bf16* k_cache, const bf16* v_cache, const int32_t* table,
-                                     bf16* work, bf16* out, int64_t count, int64_t length, int64_t q_stride,
+// dim: a multiple of 32, at most 256. strides: as kvf_rope_store's. eighth: see by_types. scale: with K's own; v_scale:
+// V's own.
+extern "C" void kvf_prompt_attention(int eighth, const bf16* q, const void* k_cache, const void* v_cache,
+                                     const int32_t* table, bf16* work, bf16* out, int64_t count, int64_t length, int64_t q_stride,
                                      int64_t kv_heads, int64_t group, int64_t dim, int64_t block_size,
-                                     const int64_t* strides, float scale, int threads) {
+                                     const int64_t* strides, float scale, float v_scale, int threads) {
 #ifdef KVF_AMX
     const int64_t padded = (length + kStep - 1) / kStep * kStep, tiles = (count + 15) / 16;
     const Context context{work, work + dim * padded, length, padded, dim};
     for (int64_t head = 0; head < kv_heads; ++head) {
-        gather(context, k_cache, v_cache, table, head, block_size, strides);
+        by_types(1, eighth, [&](auto*, auto* element) {
+            using C = std::remove_pointer_t<decltype(element)>;
+            gather(context, static_cast<const C*>(k_cache), static_cast<const C*>(v_cache), table, head, block_size,
+                   strides);
+        });
 #pragma omp parallel num_threads(threads) if (threads > 1)
         {
             const TileConfig config;
@@ -175,7 +191,7 @@ extern "C" void kvf_prompt_attention(const bf16* q, const bf16* k_cache, const b
             for (int64_t task = tiles * group - 1; task >= 0; --task) {
                 const int64_t first = task / group * 16, query_head = head * group + task % group;
                 attend(context, q + first * q_stride + query_head * dim, q_stride,
-                       static_cast<int>(least(16, count - first)), length - count + first, scale,
+                       static_cast<int>(least(16, count - first)), length - count + first, scale, v_scale,
                        out + (first * kv_heads * group + query_head) * dim, kv_heads * group * dim);
             }
             _tile_release();

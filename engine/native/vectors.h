@@ -33,6 +33,34 @@ inline Floats load(const bf16* from) {
     return out;
 }
 
+#ifdef __AVX512F__
+// A half-precision float with the bits of an e4m3 in their places is smaller by 2^8. The one magnitude that is no number,
+// 127, carries into the highest bit of the exponent.
+inline Floats load(const e4m3* from) {
+    __m128i bytes;
+    memcpy(&bytes, from, sizeof bytes);
+    const __m256i codes = _mm256_cvtepi8_epi16(bytes);
+    const __m256i places = _mm256_and_si256(_mm256_slli_epi16(codes, 7), _mm256_set1_epi16(static_cast<short>(0xbfff)));
+    const __m256i carried = _mm256_add_epi16(_mm256_and_si256(codes, _mm256_set1_epi16(0x7f)), _mm256_set1_epi16(1));
+    const __m256i none = _mm256_slli_epi16(_mm256_and_si256(carried, _mm256_set1_epi16(0x80)), 7);
+    return (Floats)_mm512_mul_ps(_mm512_cvtph_ps(_mm256_or_si256(places, none)), _mm512_set1_ps(256.0f));
+}
+
+// The upper byte of a half-precision float.
+inline Floats load(const e5m2* from) {
+    __m128i bytes;
+    memcpy(&bytes, from, sizeof bytes);
+    return (Floats)_mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 8));
+}
+#else
+template <class C>
+inline Floats load(const C* from) {
+    Floats out;
+    for (int i = 0; i < kLanes; ++i) out[i] = widen(from[i]);
+    return out;
+}
+#endif
+
 // The first `count` of sixteen, and zeros.
 template <class T>
 inline Floats load(const T* from, int count) {
@@ -60,6 +88,23 @@ template <class T>
 inline void store(T* to, Floats values, int count) {
     if (count >= kLanes) return store(to, values);
     for (int i = 0; i < count; ++i) to[i] = round_to<T>(values[i]);
+}
+
+// Calls `run` with null pointers that tell types: of what is computed in, bfloat16 if `half` and else float; and of the
+// cache's elements: the same, or by `eighth` 1 e4m3 and 2 e5m2.
+template <class Run>
+inline void by_types(int half, int eighth, Run run) {
+    const auto by_cache = [&](auto* number) {
+        switch (eighth) {
+            case 1: run(number, static_cast<e4m3*>(nullptr)); break;
+            case 2: run(number, static_cast<e5m2*>(nullptr)); break;
+            default: run(number, number); break;
+        }
+    };
+    if (half)
+        by_cache(static_cast<bf16*>(nullptr));
+    else
+        by_cache(static_cast<float*>(nullptr));
 }
 
 // e^x to 2e-7 of its value for x <= 87, 0 or nearly below -87; NaN for NaN.

@@ -24,6 +24,7 @@ class Generation:
         cache_salt: prefix-cache namespace.
         timeout: seconds for the whole request; None takes the service's default.
         prompt_logprobs: how many alternatives are wanted beside each prompt token's log-probability; None wants none.
+        priority: of the request among others; lower is earlier.
     """
 
     token_ids: tuple[int, ...]
@@ -31,6 +32,7 @@ class Generation:
     cache_salt: str = ""
     timeout: float | None = None
     prompt_logprobs: int | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True)

@@ -197,6 +197,7 @@ class Planner:
                     timeout=request.timeout,
                     # One generation of a prompt tells of its tokens; the others find the prompt in the caches.
                     prompt_logprobs=None if prompt.token_ids in seen else told,
+                    priority=request.priority or 0,
                 )
                 seen.add(prompt.token_ids)
                 generations.append(generation)

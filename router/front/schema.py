@@ -11,6 +11,7 @@ import msgspec
 
 from protocol.messages import MAX_SALT
 from protocol.sampling import MAX_BIASED, MAX_LOGPROBS, TokenId
+from router.priority import MAX_PRIORITY
 
 MAX_STOPS = 4
 MAX_STOP_LENGTH = 256
@@ -97,6 +98,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[TokenId] | None = None
     cache_salt: Annotated[str, msgspec.Meta(max_length=MAX_SALT)] | None = None
     timeout: Annotated[float, msgspec.Meta(gt=0, le=86400)] | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
 
     n: Annotated[int, msgspec.Meta(ge=1)] | None = None
     logit_bias: Annotated[dict[TokenKey, float], msgspec.Meta(max_length=MAX_BIASED)] | None = None

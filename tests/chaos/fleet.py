@@ -16,7 +16,7 @@ from crew import Crew, Hand, allowed, until
 
 from protocol.sampling import SamplingParams
 from router.config import RouterConfig
-from router.front.generation import Generation
+from router.front.generation import Generation, Output
 from router.service import Service
 
 LEASE = 2.0
@@ -36,11 +36,13 @@ class Request:
         prompt: token ids.
         truth: what must come.
         salt: of the prefix cache: a new one finds nothing there, and ships everything.
+        choices: continuations that are asked for together, each of which must get the text.
     """
 
     prompt: tuple[int, ...]
     truth: tuple[int, ...]
     salt: str
+    choices: int = 1
 
 
 class Fleet:
@@ -97,8 +99,12 @@ class Fleet:
 
     async def _answer(self, request: Request) -> None:
         sampling = SamplingParams(temperature=0.0, max_tokens=len(request.truth))
+        generation = Generation(request.prompt, sampling, cache_salt=request.salt, timeout=120.0)
+        with self._service.together([generation] * request.choices) as streams:
+            await asyncio.gather(*(self._read(request, stream) for stream in streams))
+
+    async def _read(self, request: Request, stream: AsyncIterator[Output]) -> None:
         seen: list[int] = []
-        stream = self._service.generate(Generation(request.prompt, sampling, cache_salt=request.salt, timeout=120.0))
         async for output in stream:
             seen += output.token_ids
             assert tuple(seen) == request.truth[: len(seen)]

@@ -49,7 +49,12 @@ async def test_a_worker_that_is_killed_or_stopped_anywhere(
     def draw(rng: random.Random) -> list[Request]:
         chosen = [rng.choice(answers) for _ in range(rng.randint(2, 6))]
         return [
-            Request(prompt, truth[: rng.randint(2, TOKENS)], f"{rng.random()}" if rng.random() < 0.7 else "")
+            Request(
+                prompt,
+                truth[: rng.randint(2, TOKENS)],
+                f"{rng.random()}" if rng.random() < 0.7 else "",
+                choices=rng.choice((1, 1, 3)),
+            )
             for prompt, truth in chosen
         ]
 

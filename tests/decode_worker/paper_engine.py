@@ -34,7 +34,11 @@ class PaperEngine:
             self.slots[self.slot(block_table, position)] = token
 
     def execute(self, chunks: Sequence[Chunk]) -> list[Draw]:
-        """Store all rows, as a layer does, and only then look."""
+        """Copy shared blocks, then store all rows, as a layer does, and only then look."""
+        before = dict(self.slots)
+        for source, target in (chunk.copied for chunk in chunks if chunk.copied is not None):
+            places = (range(block * self._block_size, (block + 1) * self._block_size) for block in (source, target))
+            self.slots |= {to: before[at] for at, to in zip(*places, strict=True) if at in before}
         for chunk in chunks:
             for place, token in enumerate(chunk.token_ids):
                 self.slots[self.slot(chunk.block_table, chunk.start + place)] = token

@@ -7,8 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from decode_worker.scheduler import DecodeScheduler, chunks_of
+from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequence import Sequence, SequenceState, import_owner, quarantine_owner
+from decode_worker.step import chunks_of
 from engine.batch import Draw
 from engine.block_pool import BlockPool
 from protocol.ids import Peer, RequestKey

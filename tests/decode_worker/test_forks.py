@@ -8,8 +8,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from benchmarks.pool_waste import measure
-from decode_worker.scheduler import DecodeScheduler, Step, chunks_of
+from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequence import Sequence, SequenceState, import_owner
+from decode_worker.speculation import Speculation
+from decode_worker.speculator import Speculator
+from decode_worker.step import Step, chunks_of
 from engine.batch import Draw
 from engine.block_pool import BlockPool
 from protocol.forks import Fork
@@ -36,9 +39,13 @@ def request(name: str, length: int, forks: int, *, max_tokens: int = 12) -> Rese
 class Bench:
     """A scheduler, its pool, and what each slot of the pool holds."""
 
-    def __init__(self, num_blocks: int = 41, sequences: int = 12, window: int = 0) -> None:
+    def __init__(self, num_blocks: int = 41, sequences: int = 12, window: int = 0, guesses: bool = False) -> None:
         self.pool = BlockPool(num_blocks, BLOCK)
-        self.scheduler = DecodeScheduler(self.pool, block_size=BLOCK, max_sequences=sequences, window=window)
+        settings = Speculation(min_match=1, tokens=6)
+        self.guesses = Speculator(settings, self.pool, block_size=BLOCK, max_rows=2 * sequences) if guesses else None
+        self.scheduler = DecodeScheduler(
+            self.pool, block_size=BLOCK, max_sequences=sequences, window=window, speculator=self.guesses
+        )
         self.window = window
         self.slots: dict[int, int] = {}
         self.copies = 0
@@ -54,7 +61,8 @@ class Bench:
 
     def token(self) -> int:
         self.drawn += 1
-        return self.drawn
+        # Where there are guesses, few tokens in turn, so that some of them are right.
+        return 20 + self.drawn % 3 if self.guesses else self.drawn
 
     def slot(self, table: list[int], index: int) -> int:
         return table[index // BLOCK] * BLOCK + index % BLOCK
@@ -82,7 +90,7 @@ class Bench:
 
     def end(self, step: Step, token: int | None = None) -> list[Sequence]:
         """Returns who has finished."""
-        draws = [Draw(self.token() if token is None else token) for _ in step.sequences]
+        draws = [Draw(self.token() if token is None else token) for _ in chunks_of(step.sequences)]
         outputs = self.scheduler.complete_step(draws)
         return [output.sequence for output in outputs if output.finish_reason is not None]
 
@@ -174,6 +182,18 @@ def test_a_request_waits_until_all_of_its_continuations_may_run() -> None:
     assert len(bench.scheduler.admit()) == 1
 
 
+def test_guesses_are_stored_in_the_copy_and_not_in_the_shared_block() -> None:
+    bench = Bench(guesses=True)
+    bench.scheduler.add(request("a", 6, 2, max_tokens=60), ROUTER, 0.0)
+    (first,) = bench.scheduler.admit()
+    bench.commit(first, 2)
+    for _ in range(20):
+        bench.end(bench.begin())
+    assert bench.copies == 2
+    assert bench.guesses is not None
+    assert bench.guesses.accepted > 0, "no guess was right"
+
+
 def test_blocks_that_the_window_has_passed_are_given_back() -> None:
     bench = Bench(num_blocks=12, window=6)
     bench.scheduler.add(request("a", 9, 1, max_tokens=200), ROUTER, 0.0)
@@ -217,9 +237,14 @@ def test_requests_like_those_of_people_waste_little() -> None:
 class ForkLife(RuleBasedStateMachine):
     """Prompts with forks come; each continuation is dropped, preempted and finished by itself."""
 
-    @initialize(blocks=st.integers(8, 24), sequences=st.integers(4, 9), window=st.sampled_from([0, 1, 3, 4, 5, 9]))
-    def begin(self, blocks: int, sequences: int, window: int) -> None:
-        self.bench = Bench(blocks, sequences, window)
+    @initialize(
+        blocks=st.integers(8, 24),
+        sequences=st.integers(4, 9),
+        window=st.sampled_from([0, 1, 3, 4, 5, 9]),
+        guesses=st.booleans(),
+    )
+    def begin(self, blocks: int, sequences: int, window: int, guesses: bool) -> None:
+        self.bench = Bench(blocks, sequences, window, guesses)
         self.names = 0
         self.live: dict[RequestKey, Sequence] = {}
         self.step: Step | None = None

@@ -6,9 +6,10 @@ import math
 
 import torch
 
-from decode_worker.scheduler import DecodeScheduler, chunks_of
+from decode_worker.scheduler import DecodeScheduler
 from decode_worker.speculation import Speculation
 from decode_worker.speculator import Speculator
+from decode_worker.step import chunks_of
 from engine.batch import Chunk, Draw
 from engine.block_pool import BlockPool
 from engine.logit_rules import Row

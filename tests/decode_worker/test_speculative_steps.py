@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from paper_engine import PaperEngine
 
-from decode_worker.scheduler import DecodeScheduler, chunks_of
+from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequence import Sequence, SequenceState, import_owner, quarantine_owner
 from decode_worker.speculation import Speculation
 from decode_worker.speculator import Speculator
+from decode_worker.step import chunks_of
 from engine.batch import Draw
 from engine.block_pool import BlockPool
 from engine.prefix_index import block_hashes
+from protocol.forks import Fork
 from protocol.ids import Peer, RequestKey
 from protocol.messages import PrefillAddress, Reserve
 from protocol.sampling import SamplingParams
@@ -100,11 +103,35 @@ def test_a_wrong_token_ends_the_draft_and_its_blocks_go_back() -> None:
     before = pool.counts()
     step = subject.next_step()
     assert pool.counts().active == before.active + 1, "a draft that reaches into the next block holds it for the step"
+    assert subject.empty_slots == 5 * BLOCK - 16 - len(sequence.draft) < BLOCK, "a draft's slots are in use"
     (output,) = subject.complete_step(engine.execute(chunks_of(step.sequences)))
     assert [draw.token_id for draw in output.draws] == [8]
     assert (sequence.computed, pool.counts().active, pool.counts().free) == (16, before.active, before.free)
     assert len(sequence.block_table) == 4
     pool.check_integrity()
+
+
+def test_forks_of_one_prompt_draft_each_for_itself() -> None:
+    subject, pool = speculating()
+    engine = PaperEngine(BLOCK, period)
+    forks = (Fork(RequestKey("b", 0), 1), Fork(RequestKey("c", 0), 2))
+    first = running(subject, engine, msgspec.structs.replace(request("a", CYCLE * 3), forks=forks), 1)
+    found = {"a": [1], "b": [2], "c": [1]}
+    for index, fork in enumerate(forks):
+        subject.fork(first, index, found[fork.key.request_id][0])
+    turns = 0
+    while stepping := subject.next_step().sequences:
+        turns += len(stepping)
+        for output in subject.complete_step(engine.execute(chunks_of(stepping))):
+            found[output.sequence.key.request_id] += [draw.token_id for draw in output.draws]
+        pool.check_integrity()
+    for tokens in found.values():
+        text = [*CYCLE * 3, tokens[0]]
+        while len(text) < 15 + 40:
+            text.append(period(text))
+        assert tokens == text[15:]
+    assert turns < 3 * 39 // 2
+    assert pool.counts().active == 0
 
 
 def test_penalties_look_back_on_the_draft_before_each_row() -> None:

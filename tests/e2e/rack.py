@@ -70,11 +70,13 @@ class Rack:
             pool = load.pool
             if pool.free + pool.cached + pool.reserved != pool.total or pool.leaked:
                 return False
-            if load.open_leases or load.open_imports or load.waiting or load.running:
+            if load.open_leases or load.open_imports or load.waiting or load.running or load.swapped_blocks:
                 return False
             if load.used_slots or load.empty_slots:
                 return False
             worker.pool.check_integrity()
+            if isinstance(worker, DecodeWorker):
+                worker._swaps.book.slots.check_integrity()
             transfer = worker.transfer()
             assert (transfer.open, transfer.draining) == (0, 0), "what has ended is not counted so"
             assert transfer.opened == sum(transfer.ended.values()), "something ended twice, or uncounted"

@@ -17,9 +17,7 @@ from engine.batch import Chunk, Draw
 from engine.layer_watch import LayerWatch
 from prefill_worker.worker import PrefillWorker
 from protocol.errors import ContextLengthExceeded, InvalidRequest, KVFerryError, NoWorkerAvailable
-from protocol.sampling import SamplingParams
 from router.config import RouterConfig
-from router.front.generation import Generation
 from router.service import Service
 
 
@@ -103,35 +101,6 @@ async def test_a_hundred_refusals_in_a_row_leave_nothing(tiny_llama_dir: Path, t
             await running.ask(prompt_of(tiny_oracle, 600))
         await running.settle(1.0)
         await check_alive(running, tiny_oracle)
-
-
-async def test_ten_times_the_pool_and_a_third_of_the_clients_leave(tiny_llama_dir: Path, tiny_oracle: Oracle) -> None:
-    rng = random.Random(3)
-    asked = [prompt_of(tiny_oracle, rng.randrange(1, 40), seed) for seed in range(40)]
-    # Before the cluster is up: transformers would hold its event loop.
-    truths = [tiny_oracle.greedy(prompt, 16) for prompt in asked]
-    async with rack(
-        tiny_llama_dir, prefill=2, decode=2, engine={"num_blocks": 33, "max_model_len": 64, "max_sequences": 16}
-    ) as running:
-
-        async def client(index: int, prompt: list[int]) -> None:
-            leaves_after = rng.randrange(0, 12) if index % 3 == 0 else None
-            seen: list[int] = []
-            truth = truths[index]
-            generation = Generation(token_ids=tuple(prompt), sampling=SamplingParams(temperature=0.0, max_tokens=16))
-            stream = running.service.generate(generation)
-            async for output in stream:
-                seen += output.token_ids
-                assert seen == truth[: len(seen)]
-                if leaves_after is not None and len(seen) >= leaves_after:
-                    break
-            await stream.aclose()
-            assert leaves_after is not None or seen == truth
-
-        await asyncio.gather(*(client(index, prompt) for index, prompt in enumerate(asked)))
-        # No new request triggers the cleaning.
-        await running.settle()
-        assert sum(worker.load().preemptions for worker in running.decode) > 0, "the pools were never full"
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 7}], ids=["greedy", "seeded"])

@@ -16,8 +16,8 @@ from test_handoff_text import prompts, shipped
 
 from decode_worker.worker import DecodeWorker
 from engine.batch import Chunk
+from engine.kv_cache import TORCH_DTYPES
 from engine.prefix_index import block_hashes
-from engine.repack import WIRE_DTYPES
 from prefill_worker.worker import PrefillWorker
 from protocol.errors import NoWorkerAvailable
 from protocol.layout import PADDING_BLOCK
@@ -176,7 +176,7 @@ async def test_kv_arrives_as_near_as_its_types_allow(
         there, here = (kv_of(worker, prompt) for worker in (running.prefill[0], running.decode[0]))
         tokens = min(len(there), len(here))
         assert tokens >= 32
-        exact = there[:tokens].to(WIRE_DTYPES[wire.element]) if not wire.scaled else there[:tokens]
+        exact = there[:tokens].to(TORCH_DTYPES[wire.element]) if not wire.scaled else there[:tokens]
         exact = exact.to(here.dtype).float()
         if wire.scaled:
             # A head of a block shares one scale, and rounds to one part in sixteen.

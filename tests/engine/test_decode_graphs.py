@@ -9,6 +9,7 @@ import logging
 import random
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from engine.config import EngineConfig
 from engine.decode_inputs import DecodeInputs
 from engine.graph_batches import MOST, batch_for, default_batches
 from engine.layer_watch import LayerWatch
+from engine.prompt_logprobs import PromptSpan
 from engine.runner import ModelRunner
 from protocol.errors import ConfigError, EngineFailure
 from protocol.layout import PADDING_BLOCK
@@ -174,6 +176,9 @@ def test_what_is_not_one_token_each_is_launched_call_by_call(models: dict[str, P
     for chunks in (sequences.step(8), [*decodes, Chunk([1, 2], 0, [40 - 1], GREEDY)], [*decodes, Chunk([1], 0, [39])]):
         runner.execute(chunks)
     runner.execute(decodes, LayerWatch(1, lambda _: None))
+    told: list[object] = []
+    runner.execute([*decodes[:2], replace(decodes[2], span=PromptSpan(0, [7], 0, told.append))])
+    assert told
     assert not recorder.replayed
     drawn = runner.execute(decodes)
     assert recorder.replayed == [1]

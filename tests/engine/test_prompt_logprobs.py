@@ -49,6 +49,7 @@ def test_each_prompt_token_has_the_log_probability_of_transformers(
 ) -> None:
     # A few rows at a time: a table ends in mid-chunk.
     monkeypatch.setattr(prompt_logprobs, "_MOST_LOGITS", 3 * runner.vocab_size)
+    monkeypatch.setattr(prompt_logprobs, "_CACHED_LOGITS", 2 * runner.vocab_size)
     tables: list[LogprobTable] = []
     start = 0
     for stop in ends:

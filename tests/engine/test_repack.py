@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import pytest
 import torch
 
-from engine.repack import FP8_MAX, WIRE_DTYPES, pack, unpack
+from engine.float8 import narrowed
+from engine.kv_cache import TORCH_DTYPES
+from engine.repack import pack, unpack
 from kv_transfer.conversion import convert
-from protocol.layout import CacheDtype, KVLayout, Order
+from protocol.layout import FLOAT8, CacheDtype, KVLayout, Order
 from protocol.wire_layout import WireDtype, WireLayout
 
 BLOCKS = 20
@@ -26,7 +31,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 def filled(where: KVLayout, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(where.pool_shape(BLOCKS), generator=generator) * 3
-    return values.to(WIRE_DTYPES[where.dtype])
+    return values.to(TORCH_DTYPES[where.dtype])
 
 
 def sequence(pool: torch.Tensor, where: KVLayout, table: list[int], tokens: int) -> torch.Tensor:
@@ -73,7 +78,7 @@ def test_a_narrower_wire_rounds_once(order: Order, wire_dtype: WireDtype) -> Non
         here = memory_of(landing)[block * wire.block_bytes : (block + 1) * wire.block_bytes]
         pack(memory_of(pool), where, found.moves, here, wire, found.incomplete)
     unpack(memory_of(landing), wire, blocks, memory_of(arrived))
-    assert torch.equal(arrived[blocks], pool[blocks].to(WIRE_DTYPES[wire_dtype]).float())
+    assert torch.equal(arrived[blocks], pool[blocks].to(TORCH_DTYPES[wire_dtype]).float())
     others = [block for block in range(BLOCKS) if block not in blocks]
     assert torch.equal(arrived[others], filled(where, 1)[others])
 
@@ -87,7 +92,7 @@ def through_fp8(pool: torch.Tensor, where: KVLayout, target: KVLayout | None = N
     landing = torch.full((count * wire.block_bytes,), 255, dtype=torch.uint8)
     found = convert(where, range(BLOCKS), wire, range(count), range(tokens))
     pack(memory_of(pool), where, found.moves, memory_of(landing), wire, found.incomplete)
-    arrived = torch.zeros(there.pool_shape(count), dtype=WIRE_DTYPES[there.dtype])
+    arrived = torch.zeros(there.pool_shape(count), dtype=TORCH_DTYPES[there.dtype])
     unpack(memory_of(landing), wire, range(count), memory_of(arrived))
     return arrived
 
@@ -103,7 +108,7 @@ def test_fp8_keeps_every_element_to_a_sixteenth(order: Order, dtype: CacheDtype)
     arrived = through_fp8(pool, where).float()
     largest = pool.float().abs().amax((3, 5) if order == "NHD" else (4, 5), keepdim=True)
     # Three bits of mantissa round to one part in sixteen; below the smallest normal number steps are equal.
-    bound = (pool.float().abs() / 16).maximum(largest / FP8_MAX * 2.0**-10) * 1.01
+    bound = (pool.float().abs() / 16).maximum(largest / 448.0 * 2.0**-10) * 1.01
     assert (arrived - pool.float()).abs().le(bound).all()
 
 
@@ -115,6 +120,60 @@ def test_fp8_into_blocks_of_another_size_and_order() -> None:
     wanted = sequence(pool, where, tables[0], 4 * BLOCKS).float()
     got = sequence(arrived, there, tables[1], 4 * BLOCKS)
     assert (got - wanted).abs().max() <= wanted.abs().max() / 16
+
+
+SCALED = {"scales": (0.02, 0.5, 1.0, 0.3)}
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "wire_dtype"),
+    [
+        (("float8_e4m3", SCALED), ("float8_e4m3", SCALED), None),
+        (("float8_e4m3", SCALED), ("float8_e4m3", {}), None),
+        (("float8_e4m3", {}), ("float8_e5m2", SCALED), None),
+        (("bfloat16", {}), ("float8_e4m3", SCALED), None),
+        (("float8_e5m2", SCALED), ("bfloat16", {}), None),
+        (("float8_e5m2", {}), ("bfloat16", {}), None),
+        (("float8_e5m2", SCALED), ("float8_e4m3", SCALED), "float16"),
+        (("float8_e4m3", SCALED), ("float8_e4m3", SCALED), "float8_e4m3"),
+    ],
+)
+@pytest.mark.parametrize("sizes", [(4, 4), (4, 8)])
+def test_to_and_from_eight_bit_pools(
+    source: tuple[CacheDtype, dict[str, Any]],
+    target: tuple[CacheDtype, dict[str, Any]],
+    wire_dtype: WireDtype | None,
+    sizes: tuple[int, int],
+) -> None:
+    here, there = (
+        msgspec.structs.replace(layout(size, order, dtype), **scales)
+        for size, order, (dtype, scales) in zip(sizes, ("NHD", "HND"), (source, target), strict=True)
+    )
+    wire = WireLayout(there, wire_dtype)
+    # What is larger than the other type holds is cut to what it does.
+    pool = (torch.randn(here.pool_shape(BLOCKS), generator=torch.Generator().manual_seed(5)) * 300).to(
+        TORCH_DTYPES[here.dtype]
+    )
+    count = there.blocks_for(TOKENS)
+    landing = torch.full((count * wire.block_bytes,), 255, dtype=torch.uint8)
+    found = convert(here, range(here.blocks_for(TOKENS)), wire, range(count), range(TOKENS))
+    pack(memory_of(pool), here, found.moves, memory_of(landing), wire, found.incomplete)
+    arrived = landing
+    if not wire.as_in_pool:
+        arrived = torch.zeros(there.pool_bytes(count), dtype=torch.uint8)
+        unpack(memory_of(landing), wire, range(count), memory_of(arrived))
+    made = arrived.view(TORCH_DTYPES[there.dtype]).view(there.pool_shape(count))
+    got = sequence(made, there, list(range(count)), TOKENS)
+    wanted = sequence(pool, here, list(range(BLOCKS)), TOKENS).float() * scale_of(here)
+    if wire_dtype is not None and not wire.as_in_pool:
+        wanted = wanted.to(TORCH_DTYPES[wire_dtype]).float()
+    kept = wanted.to(made.dtype) if there.dtype not in FLOAT8 else narrowed(wanted, made.dtype, scale_of(there))
+    assert torch.equal(got.view(torch.uint8), kept.view(torch.uint8))
+    assert got.float().isfinite().all()
+
+
+def scale_of(where: KVLayout) -> torch.Tensor:
+    return torch.tensor([where.scales_of(layer) for layer in range(LAYERS)]).view(1, LAYERS, 2, 1, 1)
 
 
 def test_every_fp8_number_comes_out_as_torch_says() -> None:

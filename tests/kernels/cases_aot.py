@@ -19,6 +19,7 @@ REPRESENTATIVES = (
     *("paged_decode_split bf16 D=128 capped", "paged_decode_split bf16 D=256 capped"),
     *("paged_prefill fp32 D=64 capped", "paged_prefill bf16 D=64 capped"),
     *("paged_prefill bf16 D=128", "paged_prefill bf16 D=80 capped", "paged_prefill bf16 D=256 capped"),
+    *("store_kv bf16 D=128 over float8_e4m3fn", "paged_decode_split bf16 D=128 over float8_e4m3fn capped"),
     *("paged_decode_reduce fp32 D=80", "paged_decode_reduce bf16 D=256"),
 )
 
@@ -64,7 +65,7 @@ def test_a_tile_that_is_too_long_is_seen_to_spill(arch, block_n):
 
 
 def test_what_does_not_compile_is_named():
-    good, _ = (v for v in variants("sm_80", [torch.float16], [64]) if v.kernel is paged_decode_split_kernel)
+    good, _ = (v for v in variants("sm_80", [torch.float16], [64], [None]) if v.kernel is paged_decode_split_kernel)
     broken = Variant("broken", good.kernel, good.types, {**good.constants, "BLOCK_N": 48})
     with pytest.raises(EngineFailure, match="broken does not compile for sm_80"):
         compile_variant(broken, "sm_80")

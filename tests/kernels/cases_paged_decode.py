@@ -4,6 +4,7 @@ import pytest
 import torch
 from paged_pools import NOWHERE, far_block, poisoned_pool
 
+from engine.float8 import UNSCALED
 from engine.kernels import reference
 from engine.kernels.operands import HEAD_DIMS
 from engine.kernels.paged_decode import MAX_SPLITS, choose_splits, launch, paged_decode
@@ -23,12 +24,12 @@ SHAPES = [
 ]
 
 
-def problem(kv_heads, group, head_dim, block_size, dtype, order, device, lengths):
+def problem(kv_heads, group, head_dim, block_size, dtype, order, device, lengths, *, kept=None, scales=UNSCALED):
     """Queries and a pool in which only the tokens within ``lengths`` are numbers."""
     generator = torch.Generator().manual_seed(head_dim + group)
     width = max(1, *(-(-n // block_size) for n in lengths))
     num_blocks = len(lengths) * width + 1
-    _, k_cache, v_cache = poisoned_pool(num_blocks, kv_heads, head_dim, block_size, dtype, order, device)
+    _, k_cache, v_cache = poisoned_pool(num_blocks, kv_heads, head_dim, block_size, kept or dtype, order, device)
     ids = (torch.randperm(num_blocks - 1, generator=generator) + 1).to(torch.int32).reshape(len(lengths), width)
     tables = torch.full_like(ids, NOWHERE)
     for row, length in enumerate(lengths):
@@ -36,7 +37,7 @@ def problem(kv_heads, group, head_dim, block_size, dtype, order, device, lengths
         tables[row, :used] = ids[row, :used]
         slots = [int(ids[row, i // block_size]) * block_size + i % block_size for i in range(length)]
         k, v = (torch.randn(length, kv_heads, head_dim, generator=generator).to(device, dtype) for _ in range(2))
-        reference.store_kv(k, v, k_cache, v_cache, torch.tensor(slots), order)
+        reference.store_kv(k, v, k_cache, v_cache, torch.tensor(slots), order, scales)
     packed = torch.randn(len(lengths), kv_heads * (group + 2), head_dim, generator=generator).to(device, dtype)
     q = packed[:, : kv_heads * group]
     return q, k_cache, v_cache, tables.to(device), torch.tensor(lengths, dtype=torch.int32, device=device)

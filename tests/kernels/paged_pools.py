@@ -2,10 +2,11 @@
 
 import torch
 
+from engine.kv_cache import TORCH_DTYPES
 from protocol.layout import KVLayout
 
 LAYERS, LAYER = 3, 1
-NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 NOWHERE = 1 << 30
 """A block id that nobody may follow."""
@@ -42,4 +43,4 @@ def far_block(tmp_path, device, block_size, kv_heads, head_dim):
 
 def bits(tensor):
     """The tensor's raw bits, so that NaN equals itself."""
-    return tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+    return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])

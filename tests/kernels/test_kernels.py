@@ -13,7 +13,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-CASES = ("cases_store_kv.py", "cases_paged_decode.py", "cases_paged_prefill.py")
+CASES = ("cases_store_kv.py", "cases_paged_decode.py", "cases_paged_prefill.py", "cases_float8.py")
 
 
 def run_cases(*names, cache, **environment):

@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager
 
 import torch
 
-from engine.repack import WIRE_DTYPES, pack
+from engine.kv_cache import TORCH_DTYPES
+from engine.repack import pack
 from engine.shared_memory import allocate
 from kv_transfer.conversion import Conversion
 from kv_transfer.instructions import Ship
@@ -33,7 +34,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def pool_of(layout: KVLayout, seed: int) -> torch.Tensor:
     values = torch.randn(layout.pool_shape(BLOCKS), generator=torch.Generator().manual_seed(seed))
-    return values.to(WIRE_DTYPES[layout.dtype])
+    return values.to(TORCH_DTYPES[layout.dtype])
 
 
 def order(tokens: range, addresses: tuple[str, ...], layout: KVLayout = TARGET, ticket: bytes = TICKET) -> Ship:

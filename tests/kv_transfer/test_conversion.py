@@ -173,6 +173,19 @@ def test_a_conversion_of_elements_has_no_spans() -> None:
     found = convert(LAYOUT, [1], WireLayout(changed(dtype="bfloat16")), [1], range(4))
     with pytest.raises(LayoutMismatch, match="'float32' here, 'bfloat16' there"):
         found.spans()
+    here, there = (changed(dtype="float8_e4m3", scales=(scale,) * 4) for scale in (0.5, 0.25))
+    assert convert(here, [1], WireLayout(here), [1], range(4)).moves_only
+    with pytest.raises(LayoutMismatch, match=r"scales: 0\.5 for K of layer 0 here, 0\.25 there"):
+        convert(here, [1], WireLayout(there), [1], range(4)).spans()
+
+
+def test_eight_bits_cross_an_eight_bit_wire_as_they_are() -> None:
+    narrow = changed(dtype="float8_e4m3", scales=(0.5,) * 4)
+    for wire in (WireLayout(narrow), WireLayout(narrow, "float8_e4m3")):
+        assert (wire.as_in_pool, wire.scaled, wire.block_bytes) == (True, False, narrow.block_bytes)
+    # To a pool of another type they are values like any: with a scale for each head of a block.
+    assert WireLayout(changed(dtype="float8_e5m2"), "float8_e4m3").scaled
+    assert not WireLayout(LAYOUT, "float8_e4m3").takes_as_they_are(narrow)
 
 
 @pytest.mark.parametrize("dtype", [None, "float32", "float16", "bfloat16", "float8_e4m3"])

@@ -20,13 +20,16 @@ ROUTER = Peer("router-0", 1)
 BLOCK = 4
 
 
-def request(name: str, token_ids: tuple[int, ...], *, salt: str = "", attempt: int = 0) -> Prefill:
+def request(
+    name: str, token_ids: tuple[int, ...], *, salt: str = "", attempt: int = 0, seniority: float = 0.0
+) -> Prefill:
     return Prefill(
         key=RequestKey(name, attempt),
         token_ids=token_ids,
         sampling=SamplingParams(max_tokens=4),
         handoff=Peer("decode-0", 1),
         cache_salt=salt,
+        seniority=seniority,
     )
 
 
@@ -211,11 +214,12 @@ class PrefillLife(RuleBasedStateMachine):
         self.live: set[RequestKey] = set()
         self.stepping = False
 
-    @rule(length=st.integers(1, 40), family=st.integers(0, 2))
-    def add(self, length: int, family: int) -> None:
+    @rule(length=st.integers(1, 40), family=st.integers(0, 2), senior=st.integers(-2, 2), now=st.floats(0.0, 5.0))
+    def add(self, length: int, family: int, senior: int, now: float) -> None:
         self.names += 1
-        prompt = request(f"r{self.names}", tuple(range(family, family + min(length, self.capacity))))
-        self.subject.add(prompt, ROUTER, 0.0)
+        tokens = tuple(range(family, family + min(length, self.capacity)))
+        prompt = request(f"r{self.names}", tokens, seniority=float(senior))
+        self.subject.add(prompt, ROUTER, now)
         self.live.add(prompt.key)
 
     @rule()
@@ -228,6 +232,9 @@ class PrefillLife(RuleBasedStateMachine):
     def begin_step(self) -> None:
         self.step = self.subject.next_step()
         self.stepping = bool(self.step)
+        assert [work.prompt.since for work in self.step] == sorted(work.prompt.since for work in self.step)
+        for work in self.step:
+            assert work.last or work.stop % BLOCK == 0, "what has not ended on a block's border cannot ship"
 
     @precondition(lambda self: self.stepping)
     @rule(fails=st.booleans())

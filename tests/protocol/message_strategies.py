@@ -39,6 +39,8 @@ _id_letters = "abcXYZ012_-"
 counts = st.integers(0, (1 << 62) - 1)
 token_ids = st.integers(0, (1 << 31) - 1)
 seconds = st.floats(0.0, 1e9)
+seniorities = st.floats(-1e9, 1e9)
+rates = st.floats(0.0, 1e15)
 texts = st.text(st.characters(codec="utf-8"), max_size=40)
 addresses = st.text("abc:/.0", min_size=1, max_size=30)
 tickets = st.binary(min_size=16, max_size=16)
@@ -48,7 +50,7 @@ finish_reasons = st.sampled_from([None, "stop", "length"])
 keys = st.builds(RequestKey, st.text(_id_letters, min_size=1, max_size=64), st.integers(0, 1 << 16))
 peers = st.builds(Peer, st.text(_id_letters + ".", min_size=1, max_size=128), st.integers(0, (1 << 63) - 1))
 
-layouts = st.builds(
+_plain_layouts = st.builds(
     KVLayout,
     num_layers=st.integers(1, 1 << 20),
     kv_heads=st.integers(1, 1 << 20),
@@ -59,6 +61,16 @@ layouts = st.builds(
     shard_index=st.just(0),
     shard_count=st.integers(1, 1 << 20),
 )
+_eight_bit_layouts = st.builds(
+    KVLayout,
+    num_layers=st.just(2),
+    kv_heads=st.integers(1, 1 << 20),
+    head_dim=st.integers(1, 1 << 20),
+    block_size=st.integers(1, 1 << 20),
+    dtype=st.sampled_from(["float8_e4m3", "float8_e5m2"]),
+    scales=st.just(()) | st.lists(st.floats(2.0**-64, 2.0**64), min_size=4, max_size=4).map(tuple),
+)
+layouts = _plain_layouts | _eight_bit_layouts
 
 samplings = st.builds(
     SamplingParams,
@@ -146,6 +158,7 @@ _leg = {
     "sampling": samplings,
     "lease_ttl": seconds,
     "cache_salt": st.text("salt", max_size=128),
+    "seniority": seniorities,
     "forks": st.lists(st.builds(Fork, keys, st.integers(0, (1 << 63) - 1)), max_size=4).map(tuple),
 }
 
@@ -158,7 +171,9 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Message]] = {
         prompt_logprobs_from=st.integers(1, 1 << 20),
         **_leg,
     ),
-    Reserve: st.builds(Reserve, prefill=st.builds(PrefillAddress, peer=peers, endpoint=addresses), **_leg),
+    Reserve: st.builds(
+        Reserve, prefill=st.builds(PrefillAddress, peer=peers, endpoint=addresses), prefill_rate=rates, **_leg
+    ),
     Cancel: st.builds(Cancel, key=keys, reason=texts),
     PromptLogprobs: st.builds(PromptLogprobs, key=keys, start=st.integers(1, 1 << 20), table=logprob_tables()),
     Tokens: st.builds(

@@ -119,6 +119,40 @@ def test_a_fingerprint_is_the_same_in_every_process() -> None:
     assert other.stdout.strip() == layout().fingerprint()
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3", "float8_e5m2"])
+def test_an_eight_bit_cache_is_half_of_a_bfloat16_one(dtype: str) -> None:
+    assert 2 * layout(dtype=dtype).block_bytes == layout().block_bytes
+    scaled = layout(dtype=dtype, scales=(0.5, 2.0) * 4)
+    assert scaled.block_bytes == layout(dtype=dtype).block_bytes
+    assert [scaled.scales_of(layer) for layer in (0, 3)] == [(0.5, 2.0)] * 2
+    assert layout(dtype=dtype).scales_of(3) == (1.0, 1.0)
+    assert not scaled.same_elements(layout(dtype=dtype))
+    assert scaled.same_elements(layout(dtype=dtype, scales=(0.5, 2.0) * 4, block_size=8))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"scales": (1.0,) * 8}, "float8_e4m3 or float8_e5m2, got 'bfloat16'"),
+        ({"dtype": "float8_e4m3", "scales": (1.0,) * 7}, "4 layers, got 7"),
+        ({"dtype": "float8_e4m3", "scales": (*(1.0,) * 7, 0.0)}, "got 0.0"),
+        ({"dtype": "float8_e4m3", "scales": (*(1.0,) * 7, -2.0)}, "got -2.0"),
+        ({"dtype": "float8_e4m3", "scales": (*(1.0,) * 7, math.nan)}, "got nan"),
+        ({"dtype": "float8_e4m3", "scales": (*(1.0,) * 7, math.inf)}, "got inf"),
+    ],
+)
+def test_wrong_scales_are_named(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^scales .*{said}") as caught:
+        layout(**changes)
+    assert caught.value.field == "scales"
+
+
+def test_of_scales_that_differ_the_first_is_named() -> None:
+    here, there = (layout(dtype="float8_e4m3", scales=(*(1.0,) * 5, last, 0.5, 2.0)) for last in (0.25, 4.0))
+    assert here.differences(there) == ["scales: 0.25 for V of layer 2 here, 4 there"]
+    assert here.geometry_differences(there) == []
+
+
 def test_differences_name_both_values() -> None:
     lines = layout().differences(layout(block_size=8, dtype="float32"))
     assert lines == ["block_size: 4 here, 8 there", "dtype: 'bfloat16' here, 'float32' there"]

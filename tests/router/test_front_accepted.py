@@ -89,6 +89,7 @@ def test_no_field_of_the_sampling_is_out_of_reach(http: httpx.Client, service: S
         "max_tokens": 9,
         "min_tokens": 3,
         "stop_token_ids": [9],
+        "response_format": {"type": "json_object"},
     }
     plain = SamplingParams()
     told = {"/v1/completions": {"logprobs": 2}, "/v1/chat/completions": {"logprobs": True, "top_logprobs": 2}}

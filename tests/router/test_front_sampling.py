@@ -58,6 +58,13 @@ def test_each_field_arrives(path: str, http: httpx.Client, service: ScriptedServ
 
 
 @pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("given", [{}, {"priority": None}, {"priority": 0}, {"priority": -7}])
+def test_a_priority_arrives(path: str, given: dict[str, Any], http: httpx.Client, service: ScriptedService) -> None:
+    assert http.post(path, json={**PATHS[path], **given}).status_code == 200
+    assert service.generations[-1].priority == (given.get("priority") or 0)
+
+
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     ("field", "value", "param"),
     [

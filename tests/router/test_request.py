@@ -23,6 +23,7 @@ from protocol.errors import (
     InvalidRequest,
     WorkerLost,
 )
+from protocol.grammar import Grammar
 from protocol.ids import Peer
 from protocol.messages import StageTimes, Tokens
 from protocol.sampling import SamplingParams
@@ -54,6 +55,7 @@ EVERY_FIELD = SamplingParams(
     max_tokens=8,
     min_tokens=3,
     stop_token_ids=(2, 9),
+    grammar=Grammar("regex", "a+"),
 )
 
 

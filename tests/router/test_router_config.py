@@ -26,6 +26,8 @@ from router.config import RouterConfig
         ("stall_timeout", 0.0),
         ("max_attempts", 0),
         ("max_requests", 0),
+        ("priority_aging", -1.0),
+        ("priority_aging", float("nan")),
     ],
 )
 def test_a_wrong_value_is_named(field: str, value: object) -> None:

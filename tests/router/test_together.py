@@ -28,7 +28,7 @@ def copies(n: int, max_tokens: int = 8) -> list[Generation]:
 
 @contextlib.asynccontextmanager
 async def serving(**settings: object) -> AsyncIterator[tuple[Service, Fleet]]:
-    config = RouterConfig(model=MODEL, tokenizer="unused", **{"worker_timeout": 2.0, **settings})  # type: ignore[arg-type]
+    config = RouterConfig(model=MODEL, tokenizer="unused", **{"worker_timeout": 30.0, **settings})  # type: ignore[arg-type]
     service = Service(config)
     await service.start()
     try:

@@ -1,0 +1,69 @@
+"""What the scheduler decides for one step, and what comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from decode_worker.sequence import Sequence
+from engine.batch import Chunk, Draw
+from protocol.sampling import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one sequence got out of a step.
+
+    Attributes:
+        sequence: whose.
+        start: index of the first token in the request's whole output.
+        draws: the tokens: one, and one for each token of a draft that was right.
+        finish_reason: set with the last token.
+    """
+
+    sequence: Sequence
+    start: int
+    draws: tuple[Draw, ...]
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What the next step computes, and who had to make room for it.
+
+    Attributes:
+        sequences: one token each, and their drafts.
+        preempted: already dropped; their imports are still to be closed, and the router to be told.
+        swapped_out: still to be copied to their slots; their blocks come free when that is done.
+    """
+
+    sequences: tuple[Sequence, ...]
+    preempted: tuple[Sequence, ...]
+    swapped_out: tuple[Sequence, ...] = ()
+
+
+def chunks_of(sequences: Seq[Sequence]) -> list[Chunk]:
+    """The engine's view of a step: the last token of each sequence, then each of its draft's, as if it had come.
+
+    One chunk per token, over the same blocks: attention computes each as a decode, just as in a step of its own.
+    """
+    return [
+        Chunk(
+            token_ids=(token,),
+            start=sequence.computed + ahead,
+            block_table=sequence.block_table,
+            sampling=sequence.request.sampling,
+            position=sequence.produced + ahead,
+            history=_history(sequence, ahead),
+            copied=None if ahead else sequence.copied,
+        )
+        for sequence in sequences
+        for ahead, token in enumerate((sequence.token_ids[-1], *sequence.draft))
+    ]
+
+
+def _history(sequence: Sequence, ahead: int) -> Seq[int]:
+    """The tokens before the draw of a sequence's row, ``ahead`` of its draft among them, where it looks back."""
+    if not sequence.request.sampling.looks_back:
+        return ()
+    return [*sequence.token_ids, *sequence.draft[:ahead]] if ahead else sequence.token_ids
