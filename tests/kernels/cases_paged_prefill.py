@@ -92,6 +92,15 @@ def test_any_chunks_windows_and_caps(chunks, heads, head_dim, block_size, dtype,
     check(operands, tiles, order, head_dim**-0.5, window=window, softcap=softcap)
 
 
+@pytest.mark.parametrize("window", [0, 20])
+def test_the_borders_between_the_loops_are_where_masks_begin_to_count(window, device):
+    # Steps of 16 keys: the first query that sees 63, 64 or 65 keys, and windows that end 16 keys apart.
+    chunks = [(62, 3), (63, 2), (64, 2), (40, 17)]
+    assert launch(torch.float32, 64, 1).block_n == 16
+    operands, tiles = problem(1, 1, 64, 16, torch.float32, "NHD", device, chunks, window)
+    check(operands, tiles, "NHD", 0.125, window=window)
+
+
 def test_huge_scores_do_not_overflow(device):
     operands, tiles = problem(1, 2, 64, 16, torch.float32, "NHD", device, [(30, 40)])
     check(operands, tiles, "NHD", 1000.0)
