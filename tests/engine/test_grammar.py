@@ -146,7 +146,7 @@ def test_requests_are_checked_while_others_are_drawn(grammars: Grammars, tokeniz
     with ThreadPoolExecutor(1) as pool:
         checking = pool.submit(check)
         try:
-            for turn in range(300):
+            for turn in range(2000):
                 place = turn % len(letters)
                 allowed = grammars.allowed(settings(Grammar("regex", letters)), place, ids[:place])
                 assert allowed is not None
