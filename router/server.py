@@ -17,6 +17,7 @@ import uvicorn
 from protocol.errors import StartFailed
 from router.config import RouterConfig
 from router.front.app import Front
+from router.front.config import FrontConfig
 from router.front.keys import Gatekeeper, read_keys
 from router.http_protocol import BoundedHttpProtocol
 from router.service import Service
@@ -91,7 +92,12 @@ class RouterServer:
             await self._service.start()
             self._server = _SignalFreeServer(
                 uvicorn.Config(
-                    Front(self._service, tokenizer, gatekeeper=Gatekeeper(keys)),
+                    Front(
+                        self._service,
+                        tokenizer,
+                        FrontConfig(tool_format=self._config.tool_format),
+                        Gatekeeper(keys),
+                    ),
                     http=BoundedHttpProtocol,
                     ws="none",
                     lifespan="off",

@@ -30,6 +30,17 @@ def wanted_grammar(request: GenerationRequest) -> Grammar | None:
     return grammar
 
 
+def refuse_forms(request: GenerationRequest) -> None:
+    """Refuse a form in a request with tools, which have one of their own.
+
+    Raises:
+        InvalidRequest: names the field that asks for one.
+    """
+    for field, grammar in _asked(request):
+        if grammar is not None:
+            raise InvalidRequest(f"{field} must not be given with tools: an answer has one form", field=field)
+
+
 def _asked(request: GenerationRequest) -> list[tuple[str, Grammar | None]]:
     structured = request.structured_outputs
     ways = (
