@@ -80,7 +80,7 @@ def read(form: KnownFormat, pieces: list[str]) -> tuple[str, list[ToolCall]]:
             "",
             [("now", "{}"), ("now", "{}")],
         ),
-        ("llama3_json", '{"name": "now", "parameters": {}}; so', "; so", [("now", "{}")]),
+        ("llama3_json", '{"name": "now", "parameters": {}}; so', ";so", [("now", "{}")]),
         ("llama3_json", '{"a": 1}', '{"a": 1}', []),
         ("llama3_json", 'It is {"name": "now"}', 'It is {"name": "now"}', []),
         ("llama3_json", "<|python", "<|python", []),
