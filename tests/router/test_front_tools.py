@@ -110,6 +110,8 @@ def test_our_client_has_them_typed(bpe_tokenizer: Tokenizer, calling: ScriptedSe
 
 
 def test_the_templates_own_way(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
     tokenizer = Tokenizer(write_checkpoint(tmp_path, chat_template=TOOL_TEMPLATE))
     service = service_saying(tokenizer, CALL)
     with serving_front(service, tokenizer) as url, httpx.Client(base_url=url, trust_env=False) as http:
@@ -121,6 +123,13 @@ def test_the_templates_own_way(tmp_path: Path) -> None:
     listed = "".join(json.dumps(tool) + "\n" for tool in TOOLS)
     assert prompt == f"{listed}<tool_call>\nuser:the ferry\nassistant:weather(Paris)\ntool:sunnycall_1\n"
     assert tuple(told["tokens"]) == service.generations[-1].token_ids
+    reference = AutoTokenizer.from_pretrained(tmp_path)
+    messages = turns("call_1")
+    messages[1] = {**messages[1], "content": ""}
+    messages[1]["tool_calls"][0]["function"]["arguments"] = json.loads(ARGUMENTS)
+    assert service.generations[-1].token_ids == tuple(
+        reference.apply_chat_template(messages, tools=TOOLS, add_generation_prompt=True, return_dict=False)
+    )
 
 
 def test_a_template_for_tools_alone(tmp_path: Path) -> None:
