@@ -17,6 +17,7 @@ import uvicorn
 from protocol.errors import StartFailed
 from router.config import RouterConfig
 from router.front.app import Front
+from router.front.config import FrontConfig
 from router.front.keys import Gatekeeper, read_keys
 from router.http_protocol import BoundedHttpProtocol
 from router.service import Service
@@ -90,7 +91,8 @@ class RouterServer:
         listener = self._bind()
         try:
             await self._service.start()
-            self._front = Front(self._service, tokenizer, gatekeeper=Gatekeeper(keys))
+            config = FrontConfig(tool_format=self._config.tool_format)
+            self._front = Front(self._service, tokenizer, config, Gatekeeper(keys))
             self._server = _SignalFreeServer(
                 uvicorn.Config(
                     self._front,

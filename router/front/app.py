@@ -162,9 +162,9 @@ class Front:
 
         async def work() -> None:
             ready = prepare() if len(body) < LONG_BODY_BYTES else await asyncio.to_thread(prepare)
-            if ready.form is not None:
-                await self._inspector.check(ready.form.grammar, ready.form.field)
-            form = AnswerFormat(
+            for form in ready.forms:
+                await self._inspector.check(form.grammar, form.field)
+            shown_as = AnswerFormat(
                 shape,
                 exchange.request_id,
                 self._service.model,
@@ -173,7 +173,7 @@ class Front:
                 logprobs=ready.logprobs is not None,
             )
             choices = Choices(self._service, self._tokenizer, ready)
-            await Answer(exchange, form, choices, ready, self._tokenizer).send()
+            await Answer(exchange, shown_as, choices, ready, self._tokenizer).send()
 
         await exchange.until_gone(work())
 

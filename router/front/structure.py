@@ -22,10 +22,17 @@ class Form:
     Attributes:
         grammar: of it; nobody has looked yet whether it can be used.
         field: that it came by.
+
+    Raises:
+        InvalidRequest: it is too long; names the field.
     """
 
     grammar: Grammar
     field: str
+
+    def __post_init__(self) -> None:
+        if len(self.grammar.text) > MAX_GRAMMAR:
+            raise InvalidRequest(f"{self.field} must be at most {MAX_GRAMMAR} characters", field=self.field)
 
 
 def wanted_form(request: GenerationRequest) -> Form | None:
@@ -40,9 +47,18 @@ def wanted_form(request: GenerationRequest) -> Form | None:
     field, grammar = given[0]
     if len(given) > 1:
         raise InvalidRequest(f"{given[1][0]} must not be given with {field}: an answer has one form", field=given[1][0])
-    if len(grammar.text) > MAX_GRAMMAR:
-        raise InvalidRequest(f"{field} must be at most {MAX_GRAMMAR} characters", field=field)
     return Form(grammar, field)
+
+
+def refuse_forms(request: GenerationRequest) -> None:
+    """Refuse a form in a request with tools, which have one of their own.
+
+    Raises:
+        InvalidRequest: names the field that asks for one.
+    """
+    for field, grammar in _asked(request):
+        if grammar is not None:
+            raise InvalidRequest(f"{field} must not be given with tools: an answer has one form", field=field)
 
 
 def _asked(request: GenerationRequest) -> list[tuple[str, Grammar | None]]:
