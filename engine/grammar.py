@@ -11,6 +11,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Lock
 from typing import TypeVar
 
 import numpy as np
@@ -36,7 +37,7 @@ Place = tuple[Grammar, tuple[int, ...]]
 
 
 class Grammars:
-    """The grammars of one model's requests. For one thread at a time.
+    """The grammars of one model's requests. Any thread may call: requests are checked while a step draws.
 
     Args:
         directory: of the checkpoint.
@@ -51,15 +52,17 @@ class Grammars:
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._places: OrderedDict[Place, LLMatcher] = OrderedDict()
         self._bits = allocate_token_bitmask(1, vocab_size)
+        self._lock = Lock()
 
     def warm_up(self) -> None:
         """Read the tokenizer, which takes a moment; a checkpoint without one serves requests without grammars."""
-        if self._tokenizer is not None or self._lack:
-            return
-        try:
-            self._tokenizer = LLTokenizer(self._file.read_text(encoding="utf-8"), n_vocab=self._vocab_size)
-        except (OSError, ValueError, RuntimeError) as error:
-            self._lack = f"{self._file.name} cannot be used for grammars: {error}"
+        with self._lock:
+            if self._tokenizer is not None or self._lack:
+                return
+            try:
+                self._tokenizer = LLTokenizer(self._file.read_text(encoding="utf-8"), n_vocab=self._vocab_size)
+            except (OSError, ValueError, RuntimeError) as error:
+                self._lack = f"{self._file.name} cannot be used for grammars: {error}"
 
     def refusal(self, sampling: SamplingParams) -> KVFerryError | None:
         """Why a request with these settings cannot be served, or None."""
@@ -68,7 +71,8 @@ class Grammars:
         self.warm_up()
         if self._tokenizer is None:
             return UnsupportedField(self._lack, field="grammar")
-        matcher = self._compile(self._tokenizer, sampling.grammar)
+        with self._lock:
+            matcher = self._compile(self._tokenizer, sampling.grammar)
         return InvalidRequest(f"grammar: {_reason(matcher)}", field="grammar") if matcher.is_error() else None
 
     def allowed(self, sampling: SamplingParams, position: int, history: Sequence[int]) -> NDArray[np.bool_] | None:
@@ -86,14 +90,19 @@ class Grammars:
         grammar, tokenizer = sampling.grammar, self._tokenizer
         if grammar is None or tokenizer is None:
             return None
-        output = tuple(history[len(history) - position :])
+        with self._lock:
+            return self._allowed(tokenizer, sampling, grammar, tuple(history[len(history) - position :]))
+
+    def _allowed(
+        self, tokenizer: LLTokenizer, sampling: SamplingParams, grammar: Grammar, output: tuple[int, ...]
+    ) -> NDArray[np.bool_] | None:
         matcher = self._at(tokenizer, grammar, output)
         if matcher.is_error():
             return None
         fill_next_token_bitmask(matcher, self._bits)
         tokens = np.unpackbits(self._bits.view(np.uint8), bitorder="little")[: self._vocab_size].astype(np.bool_)
         if matcher.is_error():
-            log.warning("a grammar was given up after %d tokens: %s", position, _reason(matcher))
+            log.warning("a grammar was given up after %d tokens: %s", len(output), _reason(matcher))
             tokens[:] = False
         if matcher.is_error() or matcher.is_accepting():
             tokens[[token for token in sampling.stop_token_ids if token < self._vocab_size]] = True

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -116,6 +120,40 @@ def test_requests_of_one_grammar_do_not_disturb_each_other(grammars: Grammars, t
             assert allowed is not None
             expected = {*(tokenizer.encode(letter).ids[0] for letter in letters), *(() if letters else (STOP,))}
             assert set(np.flatnonzero(allowed)) == expected
+
+
+@pytest.fixture
+def restless() -> Iterator[None]:
+    """Threads take turns all the time."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(usual)
+
+
+@pytest.mark.usefixtures("restless")
+def test_requests_are_checked_while_others_are_drawn(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    letters = "abcdefghij"
+    ids = [tokenizer.encode(letter).ids[0] for letter in letters]
+    over = Event()
+
+    def check() -> None:
+        number = 0
+        while not over.is_set():
+            number += 1
+            assert grammars.refusal(settings(Grammar("regex", f"(k|l){{{number % 50 + 1}}}"))) is None
+
+    with ThreadPoolExecutor(1) as pool:
+        checking = pool.submit(check)
+        try:
+            for turn in range(2000):
+                place = turn % len(letters)
+                allowed = grammars.allowed(settings(Grammar("regex", letters)), place, ids[:place])
+                assert allowed is not None
+                assert np.flatnonzero(allowed).tolist() == [ids[place]]
+        finally:
+            over.set()
+        checking.result()
 
 
 def test_an_output_that_left_the_grammar_is_free(grammars: Grammars, tokenizer: Tokenizer) -> None:
