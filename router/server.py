@@ -53,6 +53,7 @@ class RouterServer:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._service = Service(config)
+        self._front: Front | None = None
         self._server: uvicorn.Server | None = None
         self._task: asyncio.Task[None] | None = None
         self._port = config.port
@@ -89,9 +90,10 @@ class RouterServer:
         listener = self._bind()
         try:
             await self._service.start()
+            self._front = Front(self._service, tokenizer, gatekeeper=Gatekeeper(keys))
             self._server = _SignalFreeServer(
                 uvicorn.Config(
-                    Front(self._service, tokenizer, gatekeeper=Gatekeeper(keys)),
+                    self._front,
                     http=BoundedHttpProtocol,
                     ws="none",
                     lifespan="off",
@@ -151,6 +153,8 @@ class RouterServer:
                 _log.warning("router %s: open answers were cut off", self._config.name)
                 task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+        if self._front is not None:
+            await self._front.close()
         await self._service.close()
         self._stopped.set()
 

@@ -39,6 +39,7 @@ class Tokenizer:
     """Text to ids and back.
 
     Attributes:
+        file: ``tokenizer.json``.
         eos_token_ids: end-of-sequence ids: the tokenizer's own, and those of the generation config (of the model
             config where there is none).
         vocab_size: every valid id lies below it; the model's, which may be padded beyond the tokenizer's.
@@ -52,7 +53,8 @@ class Tokenizer:
 
     def __init__(self, directory: str | Path) -> None:
         root = Path(directory)
-        self._tokenizer = _load(root / "tokenizer.json")
+        self.file = root / "tokenizer.json"
+        self._tokenizer = _load(self.file)
         settings = _read_json(root / "tokenizer_config.json")
         model = _read_json(root / "config.json")
         generation = _read_json(root / "generation_config.json")

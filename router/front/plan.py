@@ -9,14 +9,13 @@ from dataclasses import dataclass
 import msgspec
 
 from protocol.errors import ContextLengthExceeded, InvalidRequest
-from protocol.grammar import Grammar
 from protocol.sampling import MAX_STOP_TOKEN_IDS, SamplingParams
 from router.front.config import FrontConfig
 from router.front.echo import Echo
 from router.front.generation import Generation
 from router.front.parsing import chat_messages, check_token_ids, shown
 from router.front.schema import ChatRequest, CompletionRequest, GenerationRequest
-from router.front.structure import wanted_grammar
+from router.front.structure import Form, wanted_form
 from router.tokenizer import Tokenizer
 
 MAX_TEMPERATURE = 2.0
@@ -39,6 +38,7 @@ class Plan:
         prompt_logprobs: the same of prompt tokens, in a field of their own.
         echoes: of each prompt, where it goes before its output; empty where none does.
         silent: nothing of the output is shown.
+        form: of every choice.
     """
 
     generations: tuple[Generation, ...]
@@ -52,6 +52,7 @@ class Plan:
     prompt_logprobs: int | None = None
     echoes: tuple[Echo, ...] = ()
     silent: bool = False
+    form: Form | None = None
 
     def leaders(self) -> list[int]:
         """For each generation the index of the first one of the same prompt."""
@@ -182,12 +183,12 @@ class Planner:
         seed = secrets.randbits(63) if request.seed is None else request.seed & SEED_MASK
         stop_token_ids = self._stop_token_ids(request)
         logit_bias = self._logit_bias(request)
-        grammar = wanted_grammar(request)
+        form = wanted_form(request)
         generations: list[Generation] = []
         seen: set[tuple[int, ...]] = set()
         for prompt in prompts:
             max_tokens = budget.of(len(prompt.token_ids), prompt.where, self._max_model_len)
-            sampling = _sampling(request, max_tokens, seed, stop_token_ids, logit_bias, logprobs, grammar)
+            sampling = _sampling(request, max_tokens, seed, stop_token_ids, logit_bias, logprobs, form)
             for copy in range(candidates):
                 generation = Generation(
                     token_ids=prompt.token_ids,
@@ -219,6 +220,7 @@ class Planner:
             if wishes.echo
             else (),
             silent=budget.given == 0,
+            form=form,
         )
 
     def _told_of_prompts(self, request: GenerationRequest, prompts: tuple[Prompt, ...], wishes: Wishes) -> int | None:
@@ -310,7 +312,7 @@ def _sampling(
     stop_token_ids: tuple[int, ...],
     logit_bias: tuple[tuple[int, float], ...],
     logprobs: int | None,
-    grammar: Grammar | None,
+    form: Form | None,
 ) -> SamplingParams:
     temperature = 1.0 if request.temperature is None else request.temperature
     if not 0.0 <= temperature <= MAX_TEMPERATURE:
@@ -331,7 +333,7 @@ def _sampling(
         frequency_penalty=request.frequency_penalty or 0.0,
         logit_bias=logit_bias,
         logprobs=logprobs,
-        grammar=grammar,
+        grammar=None if form is None else form.grammar,
     )
 
 
