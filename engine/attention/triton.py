@@ -7,7 +7,6 @@ import torch
 from numpy.typing import NDArray
 
 from engine.attention.backend import AttentionBackend, AttentionPlan, Scoring, computed_in
-from engine.attention.sdpa import Prompt, SDPAttention, prompts
 from engine.batch import FlatBatch
 from engine.decode_inputs import DecodeRows
 from engine.float8 import UNSCALED, Scales
@@ -45,9 +44,6 @@ class TritonAttention(AttentionBackend):
                 f"attention 'triton' computes in float16 or bfloat16 over a cache in {layout.dtype}, got {self.dtype}",
                 field="attention",
             )
-        # The kernel of chunks reads elements that are computed in alone.
-        eighth = TORCH_DTYPES[layout.dtype] in FORMATS
-        self.gathering = SDPAttention(layout, device, self.dtype) if eighth else None
 
     def plan(self, batch: FlatBatch) -> AttentionPlan:
         """The plan of one step."""
@@ -67,9 +63,7 @@ class TritonPlan(AttentionPlan):
         self._slots = torch.from_numpy(batch.slot_mapping).to(backend.device)
         counts = np.diff(batch.query_start_loc)
         chunks, decodes = np.flatnonzero(counts > 1), np.flatnonzero(counts == 1)
-        self._batch, self._rows, self._gathering = batch, chunks, backend.gathering
-        self._chunks = Chunks(batch, chunks, backend.device) if len(chunks) and backend.gathering is None else None
-        self._gathered: dict[Scoring, list[Prompt]] = {}
+        self._chunks = Chunks(batch, chunks, backend.device) if len(chunks) else None
         self._decodes = Decodes(batch, decodes, backend.device) if len(decodes) else None
 
     def store(
@@ -101,6 +95,7 @@ class TritonPlan(AttentionPlan):
                 *(scoring.scale, self.order, out),
                 window=scoring.window,
                 softcap=scoring.softcap,
+                scales=scales,
             )
         if decodes is not None:
             out[decodes.tokens] = paged_decode(
@@ -110,18 +105,7 @@ class TritonPlan(AttentionPlan):
                 softcap=scoring.softcap,
                 scales=scales,
             )
-        for prompt in self._prompts(scoring):
-            out[prompt.tokens] = prompt.attend(q[prompt.tokens], k_cache, v_cache, scales)
         return out
-
-    def _prompts(self, scoring: Scoring) -> list[Prompt]:
-        """The chunks that go the way of ``sdpa``: those over an eight-bit cache."""
-        if self._gathering is None:
-            return []
-        found = self._gathered.get(scoring)
-        if found is None:
-            found = self._gathered[scoring] = prompts(self._gathering, self._batch, self._rows, scoring)
-        return found
 
 
 class Chunks:

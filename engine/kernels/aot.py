@@ -140,18 +140,18 @@ def _variants_of(dtype: torch.dtype, head_dim: int, cache_dtype: torch.dtype | N
             ),
             options={"num_warps": launch.num_warps, "num_stages": launch.num_stages},
         )
-    if eighth:
-        return  # chunks go another way, and the parts that are joined are the same
-    tiled = tiles.launch(dtype, head_dim, _GROUP, amd=amd)
+    tiled = tiles.launch(dtype, head_dim, _GROUP, eighth, amd=amd)
     indices = dict.fromkeys(("table_ptr", "query_start_ptr", "len_ptr", "tile_ptr"), "*i32")
     for capped in (False, True):
         yield Variant(
             name=f"paged_prefill {label}{' capped' if capped else ''}",
             kernel=paged_prefill.paged_prefill_kernel,
             types=caches | scalars | indices | {"q_ptr": f"*{element}", "out_ptr": f"*{element}"},
-            constants=tiles.tile_constants(tiled, _GROUP, head_dim, _BLOCK_SIZE, capped=capped),
+            constants=tiles.tile_constants(tiled, _GROUP, head_dim, _BLOCK_SIZE, capped=capped, eighth=eighth),
             options={"num_warps": tiled.num_warps, "num_stages": tiles.EDGE_STAGES},
         )
+    if eighth:
+        return  # the parts that are joined are the same
     yield Variant(
         name=f"paged_decode_reduce {label}",
         kernel=paged_decode.paged_decode_reduce_kernel,

@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.float8 import UNSCALED, Scales, as_bytes
+from engine.kernels.float8 import FORMATS, widened
 from engine.kernels.operands import (
     cache_geometry,
     check_device,
@@ -52,6 +54,7 @@ def _fold_keys(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CAPPED: tl.constexpr,
+    FORMAT: tl.constexpr,
     EDGE: tl.constexpr,
 ):
     """One step of the online softmax over keys ``start`` to ``start + BLOCK_N``; at an EDGE some are not for all."""
@@ -72,6 +75,9 @@ def _fold_keys(
     k = tl.load(k_base + k_at[None, :] + dim[:, None], mask=k_mask, other=0.0)
     v_at = block * stride_vc_block + offset * stride_vc_token
     v = tl.load(v_base + v_at[:, None] + dim[None, :], mask=v_mask, other=0.0)
+    if FORMAT:
+        k = widened(k, FORMAT).to(q.dtype)
+        v = widened(v, FORMAT).to(q.dtype)
     scores = score(tl.dot(q, k, input_precision="ieee"), score_in, score_out, CAPPED)
     if EDGE:
         seen = token[None, :] <= position[:, None]
@@ -99,6 +105,7 @@ def paged_prefill_kernel(
     out_ptr,
     score_in,
     score_out,
+    v_scale,
     window,
     stride_q_token,
     stride_q_head,
@@ -120,8 +127,12 @@ def paged_prefill_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     CAPPED: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
-    """Grid ``(tiles, kv_heads)``; row r of a tile is its token ``r // GROUP`` by head ``r % GROUP`` of the group."""
+    """Grid ``(tiles, kv_heads)``; row r of a tile is its token ``r // GROUP`` by head ``r % GROUP`` of the group.
+
+    Elements of an eight-bit cache (``FORMAT``) are widened; K's scale is in the score's, V's is ``v_scale``.
+    """
     kv_head = tl.program_id(1).to(tl.int64)
     row = tl.load(tile_ptr + 2 * tl.program_id(0)).to(tl.int64)
     first = tl.load(tile_ptr + 2 * tl.program_id(0) + 1)
@@ -179,6 +190,7 @@ def paged_prefill_kernel(
             BLOCK_SIZE,
             BLOCK_N,
             CAPPED,
+            FORMAT,
             False,
         )
     for step in range(left + right):
@@ -206,11 +218,12 @@ def paged_prefill_kernel(
             BLOCK_SIZE,
             BLOCK_N,
             CAPPED,
+            FORMAT,
             True,
         )
 
     # Rows beyond the chunk may have seen nothing; they are not stored.
-    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    out = acc / tl.where(total == 0.0, 1.0, total)[:, None] * v_scale
     out_at = out_ptr + (at * stride_out_token + head * stride_out_head)[:, None] + dim[None, :]
     tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -229,13 +242,15 @@ def paged_prefill(
     *,
     window: int = 0,
     softcap: float = 0.0,
+    scales: Scales = UNSCALED,
 ) -> None:
     """Causal attention of each chunk's queries over its sequence's blocks, in which its own K and V are already.
 
     Args:
         q: ``[T, heads, head_dim]``, the chunks end to end, dense in the last dimension; heads is a multiple of kv_heads
             (GQA).
-        k_cache: one layer's strided view ``[num_blocks, ...]`` of the pool, of the same dtype.
+        k_cache: one layer's strided view ``[num_blocks, ...]`` of the pool, of the same dtype or an
+            eight-bit one.
         v_cache: as ``k_cache``.
         block_tables: int32 ``[B, M]``; entries beyond a sequence's length, and those before every window, are not read.
         query_start: int32 ``[B + 1]``; sequence ``b`` owns tokens ``query_start[b]:query_start[b + 1]`` of q.
@@ -247,6 +262,7 @@ def paged_prefill(
         out: as ``q``, maybe of other strides; only tokens of ``tiles`` are written.
         window: tokens that a query sees, its own included; 0 for all before it.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 leaves them.
+        scales: of an eight-bit cache.
 
     Raises:
         ConfigError: order, dtype, head dimension or device is not served.
@@ -267,24 +283,26 @@ def paged_prefill(
     if tiles.shape[0] == 0:
         return
     group = heads // cache.kv_heads
-    launched = launch(q.dtype, cache.head_dim, group)
+    eighth = FORMATS.get(k_cache.dtype, 0)
+    launched = launch(q.dtype, cache.head_dim, group, eighth)
     paged_prefill_kernel[(tiles.shape[0], cache.kv_heads)](
         q,
-        k_cache,
-        v_cache,
+        as_bytes(k_cache),
+        as_bytes(v_cache),
         block_tables,
         query_start,
         seq_lens,
         tiles,
         out,
-        *score_factors(scale, softcap),
+        *score_factors(scale * scales.k, softcap),
+        scales.v,
         window,
         *q.stride()[:2],
         *cache.k_strides,
         *cache.v_strides,
         block_tables.stride(0),
         *out.stride()[:2],
-        **tile_constants(launched, group, cache.head_dim, cache.block_size, capped=softcap > 0.0),
+        **tile_constants(launched, group, cache.head_dim, cache.block_size, capped=softcap > 0.0, eighth=eighth),
         num_warps=launched.num_warps,
         num_stages=EDGE_STAGES,
     )

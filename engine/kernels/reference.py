@@ -61,14 +61,15 @@ def paged_prefill(
     *,
     window: int = 0,
     softcap: float = 0.0,
+    scales: Scales = UNSCALED,
 ) -> torch.Tensor:
     """As :func:`engine.kernels.paged_prefill.paged_prefill`, of every sequence, but the result is float64."""
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
     starts = query_start.tolist()
     for row, length in enumerate(seq_lens.tolist()):
         own = slice(starts[row], starts[row + 1])
-        keys = _context(k_cache, block_tables[row], length, order)
-        values = _context(v_cache, block_tables[row], length, order)
+        keys = _context(k_cache, block_tables[row], length, order) * scales.k
+        values = _context(v_cache, block_tables[row], length, order) * scales.v
         out[own] = _attend(q[own], keys, values, scale, window, softcap)
     return out
 

@@ -34,13 +34,14 @@ class Launch(NamedTuple):
     num_stages: int
 
 
-def launch(dtype: torch.dtype, head_dim: int, group: int, *, amd: bool = ON_AMD) -> Launch:
+def launch(dtype: torch.dtype, head_dim: int, group: int, eighth: int = 0, *, amd: bool = ON_AMD) -> Launch:
     """Tile, warps and stages that stay within the budget on every chip of the maker's.
 
     Args:
-        dtype: of queries and cache.
-        head_dim: of both.
+        dtype: that is computed in.
+        head_dim: of queries and cache.
         group: query heads of a KV head.
+        eighth: what the kernels call the type of an eight-bit cache.
         amd: for a GPU of AMD's, whose warps are twice as wide, and which has 64 KiB of shared memory only.
     """
     if dtype == torch.float32:
@@ -48,12 +49,17 @@ def launch(dtype: torch.dtype, head_dim: int, group: int, *, amd: bool = ON_AMD)
         block_m, block_n, num_stages = 32, 16, 2
     else:
         block_m, block_n = (128, 64) if head_dim <= 128 else (64, 32)
+        if eighth and 64 < head_dim <= 128 and not amd:
+            # Elements that are widened pass through registers: longer steps spill on sm_80, at 32 when head_dim is 80.
+            block_n = 16
         num_stages = 2 if amd else 5
     num_warps = _THREADS // (64 if amd else 32)
     return Launch(max(block_m, triton.next_power_of_2(group)), block_n, num_warps, num_stages)
 
 
-def tile_constants(launched: Launch, group: int, head_dim: int, block_size: int, *, capped: bool) -> dict[str, int]:
+def tile_constants(
+    launched: Launch, group: int, head_dim: int, block_size: int, *, capped: bool, eighth: int = 0
+) -> dict[str, int]:
     """Compile-time arguments of the kernel."""
     return {
         "GROUP": group,
@@ -65,6 +71,7 @@ def tile_constants(launched: Launch, group: int, head_dim: int, block_size: int,
         "BLOCK_N": launched.block_n,
         "STAGES": launched.num_stages,
         "CAPPED": capped,
+        "FORMAT": eighth,
     }
 
 
@@ -82,8 +89,8 @@ def plan_tiles(
         query_start: [B + 1]; sequence ``b`` owns tokens ``query_start[b]:query_start[b + 1]``.
         seq_lens: [B], tokens of each sequence up to the last of its chunk.
         rows: of the sequences that are wanted.
-        dtype: of queries and cache.
-        head_dim: of both.
+        dtype: that is computed in; tiles are the same whatever the cache keeps.
+        head_dim: of queries and cache.
         group: query heads of a KV head.
 
     Returns:

@@ -20,6 +20,7 @@ REPRESENTATIVES = (
     *("paged_prefill fp32 D=64 capped", "paged_prefill bf16 D=64 capped"),
     *("paged_prefill bf16 D=128", "paged_prefill bf16 D=80 capped", "paged_prefill bf16 D=256 capped"),
     *("store_kv bf16 D=128 over float8_e4m3fn", "paged_decode_split bf16 D=128 over float8_e4m3fn capped"),
+    *("paged_prefill bf16 D=80 over float8_e4m3fn capped", "paged_prefill bf16 D=256 over float8_e4m3fn capped"),
     *("paged_decode_reduce fp32 D=80", "paged_decode_reduce bf16 D=256"),
 )
 

@@ -1,5 +1,6 @@
 """Eight-bit elements in the kernels: to the bit what torch keeps, and attention over them (run by test_kernels.py)."""
 
+import cases_paged_prefill
 import pytest
 import torch
 import triton
@@ -11,6 +12,7 @@ from paged_pools import LAYER, bits, poisoned_pool
 from engine.float8 import LARGEST, UNSCALED, Scales, narrowed, widened
 from engine.kernels import float8, reference
 from engine.kernels.paged_decode import paged_decode
+from engine.kernels.paged_prefill import paged_prefill
 from engine.kernels.store_kv import store_kv
 from protocol.errors import EngineFailure
 
@@ -88,6 +90,26 @@ def test_decode_equals_float64_over_what_is_kept(kept, scales, dtype, order, sco
     torch.testing.assert_close(out.double(), expected, rtol=2.0**-10, atol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize(
+    ("kept", "scales", "dtype", "order", "head_dim", "scoring"),
+    [
+        (torch.float8_e4m3fn, SCALED, torch.bfloat16, "NHD", 80, {}),
+        (torch.float8_e4m3fn, SCALED, torch.bfloat16, "HND", 64, {"window": 90, "softcap": 5.0}),
+        (torch.float8_e4m3fn, UNSCALED, torch.float16, "NHD", 256, {"window": 40}),
+        (torch.float8_e5m2, SCALED, torch.float16, "HND", 128, {"softcap": 5.0}),
+        (torch.float8_e5m2, UNSCALED, torch.bfloat16, "NHD", 96, {"window": 90}),
+    ],
+    ids=str,
+)
+def test_prefill_equals_float64_over_what_is_kept(kept, scales, dtype, order, head_dim, scoring, device):
+    # Of nothing, within a block, over steps that all queries see, and over more than a tile of queries.
+    chunks = [(0, 1), (7, 9), (150, 4), (3, 50)]
+    operands, tiles = cases_paged_prefill.problem(
+        *(2, 3, head_dim, 8, dtype, order, device, chunks, scoring.get("window", 0)), kept=kept, scales=scales
+    )
+    cases_paged_prefill.check(operands, tiles, order, head_dim**-0.5, scales=scales, **scoring)
+
+
 def test_a_nan_in_the_context_is_not_hidden(device):
     q, k_cache, v_cache, tables, lengths = problem(
         1, 2, 64, 4, torch.bfloat16, "NHD", device, [5], kept=torch.float8_e4m3fn
@@ -95,6 +117,15 @@ def test_a_nan_in_the_context_is_not_hidden(device):
     v_cache[int(tables[0, 0]), 1, 0, 3] = torch.nan
     out = paged_decode(q, k_cache, v_cache, tables, lengths, 0.125, "NHD")
     assert out[0, :, 3].isnan().all()
+    operands, tiles = cases_paged_prefill.problem(
+        *(1, 2, 64, 4, torch.bfloat16, "NHD", device, [(5, 3)]), kept=torch.float8_e4m3fn
+    )
+    q, _, v_cache, tables, *_ = operands
+    v_cache[int(tables[0, 0]), 1, 0, 3] = torch.nan
+    out = torch.empty_like(q)
+    paged_prefill(*operands, tiles, 0.125, "NHD", out)
+    assert out[:, :, 3].isnan().all()
+    assert out[:, :, :3].isfinite().all()
 
 
 def test_what_is_not_computed_in_is_refused(device):
@@ -108,3 +139,11 @@ def test_what_is_not_computed_in_is_refused(device):
         with pytest.raises(EngineFailure, match=str(dtype)) as caught:
             store_kv(q, q, *operands[1:3], slots, "NHD")
         assert caught.value.field == "k"
+    operands, tiles = cases_paged_prefill.problem(
+        *(1, 2, 64, 4, torch.bfloat16, "NHD", device, [(5, 3)]), kept=torch.float8_e5m2
+    )
+    for dtype in (torch.float8_e5m2, torch.float32):
+        q = operands[0].to(dtype)
+        with pytest.raises(EngineFailure, match=str(dtype)) as caught:
+            paged_prefill(q, *operands[1:], tiles, 0.125, "NHD", torch.empty_like(q))
+        assert caught.value.field == "q"

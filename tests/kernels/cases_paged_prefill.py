@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from paged_pools import NOWHERE, far_block, poisoned_pool
 
+from engine.float8 import UNSCALED
 from engine.kernels import reference
 from engine.kernels.operands import HEAD_DIMS
 from engine.kernels.paged_prefill import paged_prefill
@@ -17,7 +18,21 @@ TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 DTYPES = tuple(TOLERANCE)
 
 
-def problem(kv_heads, group, head_dim, block_size, dtype, order, device, chunks, window=0, seed=0):
+def problem(
+    kv_heads,
+    group,
+    head_dim,
+    block_size,
+    dtype,
+    order,
+    device,
+    chunks,
+    window=0,
+    seed=0,
+    *,
+    kept=None,
+    scales=UNSCALED,
+):
     """Queries of ``chunks`` (tokens in the cache, tokens to compute), over a pool of NaN but for what they see.
 
     Returns the operands of the reference, and the tiles.
@@ -26,13 +41,13 @@ def problem(kv_heads, group, head_dim, block_size, dtype, order, device, chunks,
     lengths = [cached + count for cached, count in chunks]
     width = max(-(-length // block_size) for length in lengths)
     num_blocks = len(chunks) * width + 1
-    _, k_cache, v_cache = poisoned_pool(num_blocks, kv_heads, head_dim, block_size, dtype, order, device)
+    _, k_cache, v_cache = poisoned_pool(num_blocks, kv_heads, head_dim, block_size, kept or dtype, order, device)
     tables = (torch.randperm(num_blocks - 1, generator=generator) + 1).to(torch.int32).reshape(len(chunks), width)
     for row, (cached, _) in enumerate(chunks):
         seen = range(max(cached + 1 - window, 0) if window else 0, lengths[row])
         slots = [int(tables[row, i // block_size]) * block_size + i % block_size for i in seen]
         k, v = (torch.randn(len(seen), kv_heads, head_dim, generator=generator).to(device, dtype) for _ in range(2))
-        reference.store_kv(k, v, k_cache, v_cache, torch.tensor(slots), order)
+        reference.store_kv(k, v, k_cache, v_cache, torch.tensor(slots), order, scales)
         tables[row, : seen.start // block_size] = NOWHERE
         tables[row, -(-lengths[row] // block_size) :] = NOWHERE
     starts = np.concatenate(([0], np.cumsum([count for _, count in chunks])))
@@ -163,6 +178,10 @@ def test_tiles_are_what_a_dot_takes():
                     assert min(launched.block_m, launched.block_n) >= 16
                     assert launched.block_m >= group
                     assert launched.block_m.bit_count() == launched.block_n.bit_count() == 1
+                    narrow = launch(dtype, head_dim, group, 1, amd=amd)
+                    # Tiles are planned from what is computed in alone.
+                    assert narrow.block_m == launched.block_m
+                    assert narrow.block_n in (16, 32, 64)
 
 
 def test_wrong_operands_are_named(device):
