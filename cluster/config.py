@@ -151,6 +151,8 @@ class RouterSection(msgspec.Struct, frozen=True, kw_only=True):
         hub_port: port that the workers connect to; 0 takes a free one.
         api_keys: file of the API keys that may ask, on the router's machine; null lets everybody in.
         tls_certificate, tls_key: files of the router's TLS, in PEM, on its machine; null speaks plain HTTP.
+        tool_format: how the model writes calls of tools: "auto" as its chat template has it, "hermes" or
+            "llama3_json".
         public: let everybody in though ``host`` can be reached from other machines.
         cpus: CPU cores that Ray sets aside for it.
         limits: the router's own settings, by their name in its configuration.
@@ -162,6 +164,7 @@ class RouterSection(msgspec.Struct, frozen=True, kw_only=True):
     api_keys: str | None = None
     tls_certificate: str | None = None
     tls_key: str | None = None
+    tool_format: Literal["auto", "hermes", "llama3_json"] = "auto"
     public: bool = False
     cpus: float = 0.0
     limits: dict[str, Setting] = {}

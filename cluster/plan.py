@@ -112,6 +112,7 @@ def router_config(order: ActorOrder, model: Path, host: str) -> RouterConfig:
         "public": config.router.public,
         "tls_certificate": config.router.tls_certificate or "",
         "tls_key": config.router.tls_key or "",
+        "tool_format": config.router.tool_format,
         "secret": order.secret,
     }
     with _at("router"):

@@ -12,28 +12,52 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
-from protocol.errors import InvalidRequest, KVFerryError, UnsupportedField
+from protocol.errors import InvalidRequest, KVFerryError
 from protocol.grammar import Grammar
+from protocol.matchers import compiled, next_tokens, read_tokenizer, reason
 from protocol.sampling import SamplingParams
 
-KEPT = 1024
-"""Matchers, and compiled grammars, that are kept; the longest unused go first."""
-
-LIMITS = LLParserLimits(step_lexer_fuel=20_000, initial_lexer_fuel=50_000)
-"""A tenth and less of the library's own: by those one token of a malicious expression took seconds, and every other
-request's step with it."""
+KEPT = 512
+"""Matchers that are kept, and compiled grammars; the longest unused go first."""
+KEPT_BYTES = 4 << 20
+"""The same for the lengths of their grammars: some forty times as much memory goes with them."""
 
 log = logging.getLogger(__name__)
 K = TypeVar("K")
 Place = tuple[Grammar, tuple[int, ...]]
 """A grammar, and the output that has gone through it."""
+
+
+class Kept(Generic[K]):
+    """Matchers by a key, the longest unused first, within bounds; the newest is always there."""
+
+    def __init__(self) -> None:
+        self._matchers: OrderedDict[K, tuple[LLMatcher, int]] = OrderedDict()
+        self._nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._matchers)
+
+    def take(self, key: K) -> LLMatcher | None:
+        """The matcher of ``key``, kept no more."""
+        matcher, nbytes = self._matchers.pop(key, (None, 0))
+        self._nbytes -= nbytes
+        return matcher
+
+    def keep(self, key: K, matcher: LLMatcher, nbytes: int) -> None:
+        """Keep ``matcher``, whose grammar has so many bytes."""
+        self.take(key)
+        self._matchers[key] = matcher, nbytes
+        self._nbytes += nbytes
+        while len(self._matchers) > 1 and (len(self._matchers) > KEPT or self._nbytes > KEPT_BYTES):
+            _, (_, freed) = self._matchers.popitem(last=False)
+            self._nbytes -= freed
 
 
 class Grammars:
@@ -48,21 +72,20 @@ class Grammars:
         self._file = directory / "tokenizer.json"
         self._vocab_size = vocab_size
         self._tokenizer: LLTokenizer | None = None
-        self._lack = ""
-        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
-        self._places: OrderedDict[Place, LLMatcher] = OrderedDict()
-        self._bits = allocate_token_bitmask(1, vocab_size)
+        self._lack: KVFerryError | None = None
+        self._compiled: Kept[Grammar] = Kept()
+        self._places: Kept[Place] = Kept()
         self._lock = Lock()
 
     def warm_up(self) -> None:
         """Read the tokenizer, which takes a moment; a checkpoint without one serves requests without grammars."""
         with self._lock:
-            if self._tokenizer is not None or self._lack:
+            if self._tokenizer is not None or self._lack is not None:
                 return
             try:
-                self._tokenizer = LLTokenizer(self._file.read_text(encoding="utf-8"), n_vocab=self._vocab_size)
-            except (OSError, ValueError, RuntimeError) as error:
-                self._lack = f"{self._file.name} cannot be used for grammars: {error}"
+                self._tokenizer = read_tokenizer(self._file, self._vocab_size)
+            except KVFerryError as error:
+                self._lack = error
 
     def refusal(self, sampling: SamplingParams) -> KVFerryError | None:
         """Why a request with these settings cannot be served, or None."""
@@ -70,10 +93,10 @@ class Grammars:
             return None
         self.warm_up()
         if self._tokenizer is None:
-            return UnsupportedField(self._lack, field="grammar")
+            return self._lack
         with self._lock:
             matcher = self._compile(self._tokenizer, sampling.grammar)
-        return InvalidRequest(f"grammar: {_reason(matcher)}", field="grammar") if matcher.is_error() else None
+        return InvalidRequest(f"grammar: {reason(matcher)}", field="grammar") if matcher.is_error() else None
 
     def allowed(self, sampling: SamplingParams, position: int, history: Sequence[int]) -> NDArray[np.bool_] | None:
         """Which tokens may come next.
@@ -99,54 +122,38 @@ class Grammars:
         matcher = self._at(tokenizer, grammar, output)
         if matcher.is_error():
             return None
-        fill_next_token_bitmask(matcher, self._bits)
-        tokens = np.unpackbits(self._bits.view(np.uint8), bitorder="little")[: self._vocab_size].astype(np.bool_)
+        tokens = next_tokens(matcher, self._vocab_size)
         if matcher.is_error():
-            log.warning("a grammar was given up after %d tokens: %s", len(output), _reason(matcher))
+            log.warning("a grammar was given up after %d tokens: %s", len(output), reason(matcher))
             tokens[:] = False
+        # Which tokens end an output is the request's to say, not the tokenizer's.
+        ends = [token for token in tokenizer.eos_tokens if tokens[token]]
+        tokens[ends] = False
         if matcher.is_error() or matcher.is_accepting():
             tokens[[token for token in sampling.stop_token_ids if token < self._vocab_size]] = True
-        self._keep(self._places, (grammar, output), matcher)
+        if not tokens.any():
+            # Nothing ends this request, and nothing else may come.
+            tokens[ends] = True
+        self._places.keep((grammar, output), matcher, len(grammar.text))
         return tokens if tokens.any() else None
 
     def _at(self, tokenizer: LLTokenizer, grammar: Grammar, output: tuple[int, ...]) -> LLMatcher:
-        matcher = self._places.pop((grammar, output), None)
+        matcher = self._places.take((grammar, output))
         if matcher is not None:
             return matcher
-        matcher = self._places.pop((grammar, output[:-1]), None) if output else None
+        matcher = self._places.take((grammar, output[:-1])) if output else None
+        rest = output[-1:]
         if matcher is None:
-            matcher = self._compile(tokenizer, grammar).deep_copy()
-            matcher.consume_tokens(list(output))
-        else:
-            matcher.consume_token(output[-1])
+            matcher, rest = self._compile(tokenizer, grammar).deep_copy(), output
+        for token in rest:
+            # What comes after the end changes nothing.
+            if not matcher.is_stopped() or matcher.is_error():
+                matcher.consume_token(token)
         return matcher
 
     def _compile(self, tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
-        compiled = self._compiled.pop(grammar, None)
-        if compiled is None:
-            compiled = LLMatcher(tokenizer, grammar.source(), log_level=0, limits=LIMITS)
-            compiled = self._tried(compiled)
-        self._keep(self._compiled, grammar, compiled)
-        return compiled
-
-    def _tried(self, compiled: LLMatcher) -> LLMatcher:
-        """The same, or one that tells what is wrong: its first two tokens are where one that is too large shows it."""
-        probe = compiled.deep_copy()
-        for _ in range(2):
-            if not probe.is_error():
-                fill_next_token_bitmask(probe, self._bits)
-            if probe.is_error():
-                return probe
-            probe.consume_token(int(np.unpackbits(self._bits.view(np.uint8), bitorder="little").argmax()))
-        return compiled
-
-    @staticmethod
-    def _keep(kept: OrderedDict[K, LLMatcher], key: K, matcher: LLMatcher) -> None:
-        kept[key] = matcher
-        while len(kept) > KEPT:
-            kept.popitem(last=False)
-
-
-def _reason(matcher: LLMatcher) -> str:
-    # Its whole state follows, and the grammar.
-    return str(matcher.get_error()).partition("\n<state>")[0]
+        matcher = self._compiled.take(grammar)
+        if matcher is None:
+            matcher = compiled(tokenizer, grammar)
+        self._compiled.keep(grammar, matcher, len(grammar.text))
+        return matcher

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 
 import zmq.asyncio
 
+from protocol.connections import RECONNECT_AFTER
 from protocol.curve import CurveKeys
 from protocol.errors import AuthenticationFailed, ProtocolError
 from protocol.ids import Peer
@@ -105,6 +106,9 @@ class WorkerLink:
                 continue
             refused = False
             # The router has seen the end of the former connection, and waits but shortly for a sign of life.
+            spoke.send(self._heartbeat())
+            # Where the router reads of the end and of this sign in one go, it takes it for one of before the end.
+            await asyncio.sleep(2 * RECONNECT_AFTER)
             spoke.send(self._heartbeat())
 
     async def _receive(self, spoke: Spoke) -> None:

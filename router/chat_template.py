@@ -14,9 +14,11 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from protocol.errors import InvalidRequest, ModelError
+from router.tool_format import format_of
+from router.tool_prompt import plain_turns
 
-Message = Mapping[str, str]
-"""``role``, ``content`` and, where the client gave one, ``name``."""
+Message = Mapping[str, Any]
+"""``role``, ``content`` and, where there are any, ``name``, ``tool_calls`` and ``tool_call_id``."""
 
 
 class GenerationTag(Extension):
@@ -60,6 +62,10 @@ class ChatTemplate:
         source: the Jinja text.
         special_tokens: what the template may name, such as ``bos_token`` and ``eos_token``.
 
+    Attributes:
+        knows_tools: whether it does anything with tools.
+        tool_format: how it asks the model to write calls; None where it does not know tools, or in an unknown way.
+
     Raises:
         ModelError: the template does not compile.
     """
@@ -73,20 +79,29 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
+            self.knows_tools = any(kind == "name" and text == "tools" for _, kind, text in environment.lex(source))
         except jinja2.TemplateError as error:
             raise ModelError(f"the chat template does not compile: {error}") from error
+        self.tool_format = format_of(source) if self.knows_tools else None
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """The prompt's text.
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The prompt's text; a template that knows no tools is told of them, and of their calls, in plain turns.
 
         Raises:
             InvalidRequest: the template refuses these messages.
         """
+        turns = messages if self.knows_tools else plain_turns(messages, tools)
         try:
             return self._template.render(
-                messages=[dict(message) for message in messages],
-                tools=None,
+                messages=[dict(message) for message in turns],
+                tools=[dict(tool) for tool in tools] if tools and self.knows_tools else None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,

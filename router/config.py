@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from protocol.errors import ConfigError
 from router.policy import POLICIES
+from router.tool_format import TOOL_FORMATS, ToolFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,7 @@ class RouterConfig:
         stop_grace: how long a stopping server lets open answers go on.
         api_keys: file of the keys that may ask, see ``router.front.keys``; "" lets everybody in.
         tls_certificate, tls_key: files, in PEM, with which clients are spoken to by TLS; both or neither.
+        tool_format: how the model writes calls of tools, a name in ``router.tool_format.TOOL_FORMATS``.
         secret: what every worker must know; "" hears everybody.
         public: listen on an address that is not this machine's own though there are no keys.
 
@@ -71,6 +73,7 @@ class RouterConfig:
     public: bool = False
     tls_certificate: str = ""
     tls_key: str = ""
+    tool_format: ToolFormat = "auto"
     secret: str = dataclasses.field(default="", repr=False)
 
     def __post_init__(self) -> None:
@@ -92,6 +95,7 @@ class RouterConfig:
             if getattr(self, other) and not getattr(self, field):
                 raise ConfigError(f"{field} must be given with {other}", field=field)
         self._check("policy", self.policy in POLICIES, f"one of {sorted(POLICIES)}")
+        self._check("tool_format", self.tool_format in TOOL_FORMATS, f"one of {list(TOOL_FORMATS)}")
         for field in (
             "worker_timeout",
             "step_age_bound",

@@ -17,6 +17,7 @@ import uvicorn
 from protocol.errors import StartFailed
 from router.config import RouterConfig
 from router.front.app import Front
+from router.front.config import FrontConfig
 from router.front.keys import Gatekeeper, read_keys
 from router.http_protocol import BoundedHttpProtocol
 from router.service import Service
@@ -53,6 +54,7 @@ class RouterServer:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._service = Service(config)
+        self._front: Front | None = None
         self._server: uvicorn.Server | None = None
         self._task: asyncio.Task[None] | None = None
         self._port = config.port
@@ -89,9 +91,11 @@ class RouterServer:
         listener = self._bind()
         try:
             await self._service.start()
+            config = FrontConfig(tool_format=self._config.tool_format)
+            self._front = Front(self._service, tokenizer, config, Gatekeeper(keys))
             self._server = _SignalFreeServer(
                 uvicorn.Config(
-                    Front(self._service, tokenizer, gatekeeper=Gatekeeper(keys)),
+                    self._front,
                     http=BoundedHttpProtocol,
                     ws="none",
                     lifespan="off",
@@ -151,6 +155,8 @@ class RouterServer:
                 _log.warning("router %s: open answers were cut off", self._config.name)
                 task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+        if self._front is not None:
+            await self._front.close()
         await self._service.close()
         self._stopped.set()
 

@@ -1,14 +1,14 @@
 """A checkpoint's tokenizer, read from its files alone: text to ids, ids to text, chats to ids.
 
-Used files: ``tokenizer.json`` (needed), ``tokenizer_config.json``, ``chat_template.jinja``, ``generation_config.json``
-and ``config.json``.
+Used files: ``tokenizer.json`` (needed), ``tokenizer_config.json``, ``chat_template.jinja``,
+``additional_chat_templates/tool_use.jinja``, ``generation_config.json`` and ``config.json``.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,13 @@ class Tokenizer:
     """Text to ids and back.
 
     Attributes:
+        file: ``tokenizer.json``.
         eos_token_ids: end-of-sequence ids: the tokenizer's own, and those of the generation config (of the model
             config where there is none).
         vocab_size: every valid id lies below it; the model's, which may be padded beyond the tokenizer's.
         max_model_len: positions the model was made for, None where the checkpoint does not tell.
         chat_template: None where the checkpoint has none.
+        tool_template: of chats with tools; where the checkpoint has none for them, the same.
 
     Raises:
         CheckpointUnavailable: a file is missing or cannot be read; names it.
@@ -52,7 +54,8 @@ class Tokenizer:
 
     def __init__(self, directory: str | Path) -> None:
         root = Path(directory)
-        self._tokenizer = _load(root / "tokenizer.json")
+        self.file = root / "tokenizer.json"
+        self._tokenizer = _load(self.file)
         settings = _read_json(root / "tokenizer_config.json")
         model = _read_json(root / "config.json")
         generation = _read_json(root / "generation_config.json")
@@ -60,8 +63,9 @@ class Tokenizer:
         self.vocab_size = _positive(model.get("vocab_size")) or self._tokenizer.get_vocab_size()
         self.max_model_len = _positive(model.get("max_position_embeddings"))
         self.eos_token_ids = self._find_eos(special.get("eos_token"), generation, model)
-        source = _template_source(root, settings)
+        source, with_tools = _template_sources(root, settings)
         self.chat_template = None if source is None else ChatTemplate(source, special)
+        self.tool_template = self.chat_template if with_tools is None else ChatTemplate(with_tools, special)
         self._silent = frozenset(
             number for number, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
         )
@@ -85,21 +89,28 @@ class Tokenizer:
         return tuple(encoding.ids)
 
     def encode_chat(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, add_special_tokens: bool = False
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
+        add_special_tokens: bool = False,
     ) -> tuple[int, ...]:
         """The ids of a chat.
 
         Args:
             messages: its turns.
+            tools: that the model may call.
             add_generation_prompt: whether it shall be ready for the assistant's turn.
             add_special_tokens: whether the tokenizer adds what it puts around a sequence; templates mostly have it.
 
         Raises:
             InvalidRequest: the checkpoint has no chat template, or its template refuses these messages.
         """
-        if self.chat_template is None:
+        template = self.tool_template if tools else self.chat_template
+        if template is None:
             raise InvalidRequest("this model's tokenizer has no chat template; use /v1/completions", field="messages")
-        text = self.chat_template.render(messages, add_generation_prompt=add_generation_prompt)
+        text = template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
         return self.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -167,12 +178,18 @@ def _token_text(value: object) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _template_source(root: Path, settings: dict[str, Any]) -> str | None:
-    path = root / "chat_template.jinja"
+def _template_sources(root: Path, settings: dict[str, Any]) -> tuple[str | None, str | None]:
+    """The text of the chat template, and of the one for chats with tools, where there are such."""
+    value = settings.get("chat_template")
+    listed = value if isinstance(value, list) else [{"name": "default", "template": value}]
+    named = {entry.get("name"): entry.get("template") for entry in listed if isinstance(entry, dict)}
+    return (
+        _template_source(root / "chat_template.jinja", named.get("default")),
+        _template_source(root / "additional_chat_templates" / "tool_use.jinja", named.get("tool_use")),
+    )
+
+
+def _template_source(path: Path, otherwise: object) -> str | None:
     if path.is_file():
         return path.read_text(encoding="utf-8")
-    value = settings.get("chat_template")
-    if isinstance(value, list):
-        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-        value = named.get("default")
-    return value if isinstance(value, str) else None
+    return otherwise if isinstance(otherwise, str) else None

@@ -10,7 +10,7 @@
 """
 
 from router.client.asynchronous import AsyncClient, AsyncStream
-from router.client.results import Chunk, Completion, Health, ModelCard, Timings, Usage
+from router.client.results import Chunk, Completion, Health, ModelCard, Timings, ToolCall, Usage
 from router.client.scores import RankedToken, ScoredToken, Tokenization
 from router.client.synchronous import Client, Stream
 
@@ -27,5 +27,6 @@ __all__ = [
     "Stream",
     "Timings",
     "Tokenization",
+    "ToolCall",
     "Usage",
 ]

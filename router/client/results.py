@@ -41,18 +41,28 @@ class Usage:
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool; ``arguments`` is the text of a JSON object."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
 class Completion:
     """One finished answer.
 
     Attributes:
         text: of the first choice.
-        finish_reason: "stop" or "length".
+        finish_reason: "stop", "length" or "tool_calls".
         usage: None where the router gave none.
         timings: None unless they were asked for.
         request_id: the router's own id.
         choices: the text of each choice, the first included.
         logprobs: of the first choice's tokens, where they were asked for; with ``echo`` the prompt's come before.
         prompt_logprobs: of its prompt's tokens, where they were asked for.
+        tool_calls: of the first choice.
     """
 
     text: str
@@ -63,6 +73,7 @@ class Completion:
     choices: tuple[str, ...] = ()
     logprobs: tuple[ScoredToken, ...] = ()
     prompt_logprobs: PromptLogprobs = ()
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -75,6 +86,7 @@ class Chunk:
     timings: Timings | None = None
     index: int = 0
     logprobs: tuple[ScoredToken, ...] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -111,8 +123,19 @@ class _Usage(msgspec.Struct):
         return Usage(self.prompt_tokens, self.completion_tokens, self.total_tokens, details.cached_tokens)
 
 
+class _Function(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class _Call(msgspec.Struct):
+    id: str
+    function: _Function
+
+
 class _Content(msgspec.Struct):
     content: str | None = None
+    tool_calls: list[_Call] = []
 
 
 class _Choice(msgspec.Struct):
@@ -130,6 +153,10 @@ class _Choice(msgspec.Struct):
     def written(self) -> str:
         part = self.message or self.delta
         return (self.text if part is None else part.content) or ""
+
+    def called(self) -> tuple[ToolCall, ...]:
+        part = self.message or self.delta or _Content()
+        return tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in part.tool_calls)
 
 
 class _Error(msgspec.Struct):
@@ -186,6 +213,7 @@ def completion_of(body: bytes, request_id: str) -> Completion:
         logprobs=ordered[0].scored(),
         # A chat has them beside its choices, for these have one prompt.
         prompt_logprobs=tuple(ordered[0].prompt_logprobs or answer.prompt_logprobs or ()),
+        tool_calls=ordered[0].called(),
     )
 
 
@@ -206,6 +234,7 @@ def chunk_of(data: str) -> Chunk:
         timings=answer.timings(),
         index=choice.index,
         logprobs=choice.scored(),
+        tool_calls=choice.called(),
     )
 
 
@@ -222,6 +251,7 @@ def joined(chunks: Sequence[Chunk], request_id: str) -> Completion:
         request_id=request_id,
         choices=choices,
         logprobs=tuple(token for chunk in chunks if chunk.index == 0 for token in chunk.logprobs),
+        tool_calls=tuple(call for chunk in chunks if chunk.index == 0 for call in chunk.tool_calls),
     )
 
 

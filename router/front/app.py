@@ -1,4 +1,7 @@
-"""The ASGI application: OpenAI's API in front of a generation service."""
+"""The ASGI application: OpenAI's API in front of a generation service.
+
+Life cycle: made, called for each request, :meth:`Front.close` once.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ from router.front.errors import error_body, error_object, retry_after, status_of
 from router.front.exchange import Exchange, Header, Receive, Scope, Send
 from router.front.formats import AnswerFormat, ChatShape, CompletionShape, Shape, event
 from router.front.generation import GenerationService
+from router.front.inspector import Inspector
 from router.front.keys import Gatekeeper
 from router.front.parsing import parse_chat, parse_completion, shown
 from router.front.plan import Plan, Planner
@@ -62,6 +66,7 @@ class Front:
         self._tokenizer = tokenizer
         self._config = config or FrontConfig()
         self._created = int(time.time())
+        self._inspector = Inspector(tokenizer.file, tokenizer.vocab_size)
         self._desk = TokenDesk(tokenizer, self._check_model, self._max_model_len)
         self._routes: RouteTable[Handler] = RouteTable(
             {
@@ -77,6 +82,10 @@ class Front:
                 "/cluster": {"GET": self._cluster},
             }
         )
+
+    async def close(self) -> None:
+        """End what it has started; nothing is answered any more."""
+        await self._inspector.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request (ASGI 3)."""
@@ -153,7 +162,9 @@ class Front:
 
         async def work() -> None:
             ready = prepare() if len(body) < LONG_BODY_BYTES else await asyncio.to_thread(prepare)
-            form = AnswerFormat(
+            for form in ready.forms:
+                await self._inspector.check(form.grammar, form.field)
+            shown_as = AnswerFormat(
                 shape,
                 exchange.request_id,
                 self._service.model,
@@ -162,7 +173,7 @@ class Front:
                 logprobs=ready.logprobs is not None,
             )
             choices = Choices(self._service, self._tokenizer, ready)
-            await Answer(exchange, form, choices, ready, self._tokenizer).send()
+            await Answer(exchange, shown_as, choices, ready, self._tokenizer).send()
 
         await exchange.until_gone(work())
 

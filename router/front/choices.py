@@ -40,6 +40,7 @@ class Choices:
                 shows_tokens=plan.logprobs is not None,
                 echo=plan.echoes[index // plan.candidates] if plan.echoes else None,
                 silent=plan.silent,
+                calls=plan.calls,
             )
             for index, generation in enumerate(plan.generations)
         )

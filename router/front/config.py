@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protocol.errors import ConfigError
+from router.tool_format import TOOL_FORMATS, ToolFormat
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class FrontConfig:
         default_max_tokens: output tokens of a completion whose client names no number.
         max_prompt_logprobs: most log-probabilities of prompt tokens in one answer: prompt tokens times one more than
             the alternatives of each, over all choices.
+        tool_format: how the model writes calls of tools, a name in ``router.tool_format.TOOL_FORMATS``.
         send_timeout: seconds that a client may leave an answer unread before it counts as gone.
 
     Raises:
@@ -27,6 +29,7 @@ class FrontConfig:
     max_batch: int = 64
     default_max_tokens: int = 16
     max_prompt_logprobs: int = 1 << 19
+    tool_format: ToolFormat = "auto"
     send_timeout: float = 60.0
 
     def __post_init__(self) -> None:
@@ -34,5 +37,9 @@ class FrontConfig:
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}", field=name)
+        if self.tool_format not in TOOL_FORMATS:
+            raise ConfigError(
+                f"tool_format must be one of {list(TOOL_FORMATS)}, got {self.tool_format!r}", field="tool_format"
+            )
         if not self.send_timeout > 0:
             raise ConfigError(f"send_timeout must be above 0, got {self.send_timeout}", field="send_timeout")

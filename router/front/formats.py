@@ -12,9 +12,9 @@ from typing import Any, ClassVar, Protocol
 
 import msgspec
 
-from protocol.sampling import FinishReason
-from router.front.generation import GenerationReport
+from router.front.generation import EndReason, GenerationReport
 from router.front.logprobs import ShownToken, chat_logprobs, completion_logprobs
+from router.front.tool_calls import ToolCall
 
 DONE = b"data: [DONE]\n\n"
 
@@ -31,8 +31,9 @@ class Result:
     """One finished choice."""
 
     text: str
-    finish_reason: FinishReason
+    finish_reason: EndReason
     tokens: tuple[ShownToken, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Shape(Protocol):
     def closing(self) -> dict[str, Any]:
         """The fields of a choice's last chunk."""
 
-    def whole(self, text: str) -> dict[str, Any]:
+    def whole(self, result: Result) -> dict[str, Any]:
         """The fields of a whole choice."""
 
     def logprobs(self, tokens: Sequence[ShownToken]) -> dict[str, Any]:
@@ -105,9 +106,13 @@ class ChatShape:
         """An empty delta."""
         return {"delta": {}}
 
-    def whole(self, text: str) -> dict[str, Any]:
+    def whole(self, result: Result) -> dict[str, Any]:
         """The assistant's message."""
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+        content = None if result.calls and not result.text else result.text
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if result.calls:
+            message["tool_calls"] = [_call(call) for call in result.calls]
+        return {"message": message}
 
     def logprobs(self, tokens: Sequence[ShownToken]) -> dict[str, Any]:
         """One object per token."""
@@ -137,9 +142,9 @@ class CompletionShape:
         """Empty text."""
         return {"text": ""}
 
-    def whole(self, text: str) -> dict[str, Any]:
+    def whole(self, result: Result) -> dict[str, Any]:
         """Plain text."""
-        return {"text": text}
+        return {"text": result.text}
 
     def logprobs(self, tokens: Sequence[ShownToken]) -> dict[str, Any]:
         """One list per kind of value."""
@@ -188,7 +193,12 @@ class AnswerFormat:
             frame = self._frames[index] = self._frame(index)
         return frame[0] + _encode(text) + frame[1]
 
-    def closing(self, index: int, reason: FinishReason) -> bytes:
+    def calls(self, index: int, calls: Sequence[ToolCall]) -> bytes:
+        """The event for calls of tools, which chats alone have."""
+        delta = {"tool_calls": [{"index": call.index, **_call(call)} for call in calls]}
+        return event(_encode(self._chunk([_choice(index, {"delta": delta}, None)])))
+
+    def closing(self, index: int, reason: EndReason) -> bytes:
         """The JSON of a choice's last chunk, without timings."""
         return _encode(self._chunk([_choice(index, self._shape.closing(), reason)]))
 
@@ -209,7 +219,7 @@ class AnswerFormat:
     ) -> bytes:
         """The JSON of an answer that is not streamed; with ``prompts``, what is shown of each choice's."""
         choices = [
-            _choice(index, self._shape.whole(result.text), result.finish_reason) for index, result in enumerate(results)
+            _choice(index, self._shape.whole(result), result.finish_reason) for index, result in enumerate(results)
         ]
         if self._logprobs:
             for choice, result in zip(choices, results, strict=True):
@@ -237,5 +247,9 @@ class AnswerFormat:
         return {"kvferry": reports[0] if len(reports) == 1 else reports}
 
 
-def _choice(index: int, fields: dict[str, Any], reason: FinishReason | None) -> dict[str, Any]:
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _choice(index: int, fields: dict[str, Any], reason: EndReason | None) -> dict[str, Any]:
     return {"index": index, **fields, "logprobs": None, "finish_reason": reason}

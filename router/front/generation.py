@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from protocol.prompt_logprobs import LogprobTable
 from protocol.sampling import FinishReason, SamplingParams, TokenLogprobs
+
+EndReason = FinishReason | Literal["tool_calls"]
+"""Why an answer ended, as clients are told."""
 
 
 @dataclass(frozen=True)

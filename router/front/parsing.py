@@ -15,6 +15,7 @@ from router.front.schema import (
     CompletionRequest,
     ContentPart,
     DetokenizeRequest,
+    MessageCall,
     TokenizeRequest,
 )
 
@@ -22,7 +23,7 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 MAX_SHOWN = 100
 """Characters of an offending value that an error message shows."""
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Served roles, and what templates call them."""
 
 _PATH = re.compile(r" - at (?:`key` in )?`\$(?P<path>.*)`$")
@@ -49,9 +50,7 @@ def _false(value: Any) -> bool:
 
 UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     "suffix": _empty,
-    "tools": _empty,
     "functions": _empty,
-    "tool_choice": lambda value: value in ("none", "auto"),
     "function_call": lambda value: value in ("none", "auto"),
     "modalities": lambda value: value == ["text"],
     "audio": _empty,
@@ -109,11 +108,11 @@ def check_token_ids(token_ids: Iterable[int], vocab_size: int, where: str) -> No
             raise InvalidRequest(f"{field} must be a token id of at most {vocab_size - 1}, got {token_id}", field=field)
 
 
-def chat_messages(messages: Iterable[ChatMessage]) -> list[dict[str, str]]:
-    """The messages as templates want them: a role they know, and plain text.
+def chat_messages(messages: Iterable[ChatMessage]) -> list[dict[str, Any]]:
+    """The messages as templates want them: a role they know, plain text, and arguments of calls as objects.
 
     Raises:
-        InvalidRequest: a role is unknown or a content is missing.
+        InvalidRequest: a role is unknown, a content is missing, or a call's arguments are no JSON object.
         UnsupportedField: a content part or a role that is not served.
     """
     return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
@@ -158,25 +157,46 @@ def _follow(value: Any, path: str) -> Any:
     return value
 
 
-def _message(message: ChatMessage, where: str) -> dict[str, str]:
-    if message.role in ("tool", "function"):
+def _message(message: ChatMessage, where: str) -> dict[str, Any]:
+    if message.role == "function":
         raise UnsupportedField(f"{where}.role {message.role!r} is not supported", field=f"{where}.role")
     role = ROLES.get(message.role)
     if role is None:
         raise InvalidRequest(
             f"{where}.role must be one of {sorted(ROLES)}, got {shown(message.role)}", field=f"{where}.role"
         )
-    for name in ("tool_calls", "function_call"):
-        if getattr(message, name):
-            raise UnsupportedField(f"{where}.{name} is not supported", field=f"{where}.{name}")
-    if message.content is None:
+    if message.function_call:
+        raise UnsupportedField(f"{where}.function_call is not supported", field=f"{where}.function_call")
+    calls = message.tool_calls or []
+    if calls and role != "assistant":
+        raise InvalidRequest(f"{where}.tool_calls is the assistant's alone", field=f"{where}.tool_calls")
+    content = message.content
+    if content is None and not calls:
         raise InvalidRequest(f"{where}.content is missing", field=f"{where}.content")
-    if isinstance(message.content, str):
-        content = message.content
-    else:
-        content = "\n".join(_part(part, f"{where}.content[{index}]") for index, part in enumerate(message.content))
-    named = {} if message.name is None else {"name": message.name}
-    return {"role": role, "content": content, **named}
+    if isinstance(content, list):
+        content = "\n".join(_part(part, f"{where}.content[{index}]") for index, part in enumerate(content))
+    turn: dict[str, Any] = {"role": role, "content": content or ""}
+    if message.name is not None:
+        turn["name"] = message.name
+    if calls:
+        turn["tool_calls"] = [_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)]
+    if role == "tool":
+        if message.tool_call_id is None:
+            raise InvalidRequest(f"{where}.tool_call_id is missing", field=f"{where}.tool_call_id")
+        turn["tool_call_id"] = message.tool_call_id
+    return turn
+
+
+def _call(call: MessageCall, where: str) -> dict[str, Any]:
+    field = f"{where}.function.arguments"
+    try:
+        # Templates write them as objects.
+        arguments = msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise InvalidRequest(
+            f"{field} must be the text of a JSON object, got {shown(call.function.arguments)}", field=field
+        ) from error
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
 def _part(part: ContentPart, where: str) -> str:

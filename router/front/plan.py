@@ -8,16 +8,17 @@ from dataclasses import dataclass
 
 import msgspec
 
-from protocol.errors import ContextLengthExceeded, InvalidRequest
-from protocol.grammar import Grammar
+from protocol.errors import ContextLengthExceeded, InvalidRequest, UnsupportedField
 from protocol.sampling import MAX_STOP_TOKEN_IDS, SamplingParams
 from router.front.config import FrontConfig
 from router.front.echo import Echo
 from router.front.generation import Generation
 from router.front.parsing import chat_messages, check_token_ids, shown
 from router.front.schema import ChatRequest, CompletionRequest, GenerationRequest
-from router.front.structure import wanted_grammar
+from router.front.structure import Form, refuse_forms, wanted_form
+from router.front.tools import CallReading, Toolbox
 from router.tokenizer import Tokenizer
+from router.tool_format import KnownFormat
 
 MAX_TEMPERATURE = 2.0
 SEED_MASK = (1 << 63) - 1
@@ -39,6 +40,8 @@ class Plan:
         prompt_logprobs: the same of prompt tokens, in a field of their own.
         echoes: of each prompt, where it goes before its output; empty where none does.
         silent: nothing of the output is shown.
+        forms: to be looked at before anything is asked for; the last is the whole of each choice.
+        calls: how calls of tools are found in the output; None where there are no tools.
     """
 
     generations: tuple[Generation, ...]
@@ -52,6 +55,8 @@ class Plan:
     prompt_logprobs: int | None = None
     echoes: tuple[Echo, ...] = ()
     silent: bool = False
+    forms: tuple[Form, ...] = ()
+    calls: CallReading | None = None
 
     def leaders(self) -> list[int]:
         """For each generation the index of the first one of the same prompt."""
@@ -74,11 +79,13 @@ class Wishes:
 
     Attributes:
         logprobs: alternatives beside each output token; None shows no log-probabilities.
+        toolbox: the tools that may be called.
         echo: whether the prompt goes before the output.
         best_of: candidates of each prompt; None makes as many as are shown.
     """
 
     logprobs: int | None
+    toolbox: Toolbox | None = None
     echo: bool = False
     best_of: int | None = None
 
@@ -103,13 +110,15 @@ class Planner:
         Raises:
             InvalidRequest: a value is out of range, or the prompt is too long; names the field.
         """
-        prompt = self._tokenizer.encode_chat(chat_messages(request.messages))
+        toolbox = Toolbox.of(request)
+        told = () if toolbox is None else toolbox.told()
+        prompt = self._tokenizer.encode_chat(chat_messages(request.messages), tools=told)
         given = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         budget = OutputBudget(given, field, None)
         if request.top_logprobs is not None and not request.logprobs:
             raise InvalidRequest("top_logprobs is allowed only with logprobs set", field="top_logprobs")
-        wishes = Wishes(logprobs=(request.top_logprobs or 0) if request.logprobs else None)
+        wishes = Wishes(logprobs=(request.top_logprobs or 0) if request.logprobs else None, toolbox=toolbox)
         return self._plan(request, (Prompt(prompt, "messages", None),), budget, wishes)
 
     def completion(self, request: CompletionRequest) -> Plan:
@@ -182,12 +191,13 @@ class Planner:
         seed = secrets.randbits(63) if request.seed is None else request.seed & SEED_MASK
         stop_token_ids = self._stop_token_ids(request)
         logit_bias = self._logit_bias(request)
-        grammar = wanted_grammar(request)
+        forms, calls = self._forms(request, wishes.toolbox)
+        form = forms[-1] if forms else None
         generations: list[Generation] = []
         seen: set[tuple[int, ...]] = set()
         for prompt in prompts:
             max_tokens = budget.of(len(prompt.token_ids), prompt.where, self._max_model_len)
-            sampling = _sampling(request, max_tokens, seed, stop_token_ids, logit_bias, logprobs, grammar)
+            sampling = _sampling(request, max_tokens, seed, stop_token_ids, logit_bias, logprobs, form)
             for copy in range(candidates):
                 generation = Generation(
                     token_ids=prompt.token_ids,
@@ -219,7 +229,34 @@ class Planner:
             if wishes.echo
             else (),
             silent=budget.given == 0,
+            forms=forms,
+            calls=calls,
         )
+
+    def _forms(
+        self, request: GenerationRequest, toolbox: Toolbox | None
+    ) -> tuple[tuple[Form, ...], CallReading | None]:
+        """What the output must look like, and how calls of tools are found in it."""
+        if toolbox is None:
+            form = wanted_form(request)
+            return () if form is None else (form,), None
+        refuse_forms(request)
+        way = self._tool_format()
+        return toolbox.forms(way), toolbox.reading(way)
+
+    def _tool_format(self) -> KnownFormat:
+        if self._config.tool_format != "auto":
+            return self._config.tool_format
+        template = self._tokenizer.tool_template
+        # A template without tools is told of them in Hermes's way.
+        form = "hermes" if template is None or not template.knows_tools else template.tool_format
+        if form is None:
+            raise UnsupportedField(
+                "tools are not supported: this model's chat template has calls in a way that is not known, and the "
+                "cluster's router.tool_format names none",
+                field="tools",
+            )
+        return form
 
     def _told_of_prompts(self, request: GenerationRequest, prompts: tuple[Prompt, ...], wishes: Wishes) -> int | None:
         """How many alternatives of each prompt token the workers shall tell; None when nothing is to be told."""
@@ -310,7 +347,7 @@ def _sampling(
     stop_token_ids: tuple[int, ...],
     logit_bias: tuple[tuple[int, float], ...],
     logprobs: int | None,
-    grammar: Grammar | None,
+    form: Form | None,
 ) -> SamplingParams:
     temperature = 1.0 if request.temperature is None else request.temperature
     if not 0.0 <= temperature <= MAX_TEMPERATURE:
@@ -331,7 +368,7 @@ def _sampling(
         frequency_penalty=request.frequency_penalty or 0.0,
         logit_bias=logit_bias,
         logprobs=logprobs,
-        grammar=grammar,
+        grammar=None if form is None else form.grammar,
     )
 
 

@@ -17,6 +17,11 @@ MAX_STOPS = 4
 MAX_STOP_LENGTH = 256
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
+MAX_TOOLS = 128
+MAX_CALLS = 128
+"""Calls of tools in one message."""
+MAX_DESCRIPTION = 16 << 10
+MAX_CALL_ID = 256
 MAX_CHOICES = 1024
 """Texts that an answer may be one of."""
 
@@ -33,13 +38,65 @@ class ContentPart(msgspec.Struct, frozen=True):
     text: str | None = None
 
 
+FunctionName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+CallId = Annotated[str, msgspec.Meta(max_length=MAX_CALL_ID)]
+
+
+class ToolFunction(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A function that the model may call; ``parameters`` is a JSON schema."""
+
+    name: FunctionName
+    description: Annotated[str, msgspec.Meta(max_length=MAX_DESCRIPTION)] | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """A tool; there are functions only."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+Tools = Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)]
+
+
+class NamedFunction(msgspec.Struct, frozen=True):
+    """Which function."""
+
+    name: FunctionName
+
+
+class NamedTool(msgspec.Struct, frozen=True):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class CalledFunction(msgspec.Struct, frozen=True):
+    """What the assistant called: ``arguments`` is the text of a JSON object."""
+
+    name: FunctionName
+    arguments: str
+
+
+class MessageCall(msgspec.Struct, frozen=True):
+    """A call in an assistant's message."""
+
+    id: CallId
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(msgspec.Struct, frozen=True):
     """One turn of a chat."""
 
     role: str
     content: str | Annotated[list[ContentPart], msgspec.Meta(max_length=MAX_PARTS)] | None = None
     name: str | None = None
-    tool_calls: Any = None
+    tool_calls: Annotated[list[MessageCall], msgspec.Meta(max_length=MAX_CALLS)] | None = None
+    tool_call_id: CallId | None = None
     function_call: Any = None
 
 
@@ -125,8 +182,9 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
-    tools: Any = None
-    tool_choice: Any = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     functions: Any = None
     function_call: Any = None
     modalities: Any = None
@@ -156,7 +214,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
 
-    tools: Any = None
+    tools: Tools | None = None
     continue_final_message: Any = None
 
 

@@ -3,22 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 
 from protocol.errors import InvalidRequest
-from protocol.grammar import Grammar
+from protocol.grammar import MAX_GRAMMAR, Grammar
 from router.front.schema import GenerationRequest, ResponseFormat
 
 ANY_OBJECT = Grammar("json_schema", '{"type": "object"}')
 
 
-def wanted_grammar(request: GenerationRequest) -> Grammar | None:
-    """The grammar that ``request`` asks for, or None.
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What an answer must look like.
+
+    Attributes:
+        grammar: of it; nobody has looked yet whether it can be used.
+        field: that it came by.
 
     Raises:
-        InvalidRequest: it asks for two, or for one that cannot be used; names the field.
+        InvalidRequest: it is too long; names the field.
+    """
+
+    grammar: Grammar
+    field: str
+
+    def __post_init__(self) -> None:
+        if len(self.grammar.text) > MAX_GRAMMAR:
+            raise InvalidRequest(f"{self.field} must be at most {MAX_GRAMMAR} characters", field=self.field)
+
+
+def wanted_form(request: GenerationRequest) -> Form | None:
+    """The form that ``request`` asks for, or None.
+
+    Raises:
+        InvalidRequest: it asks for two, or for one that is too long; names the field.
     """
     given = [(field, grammar) for field, grammar in _asked(request) if grammar is not None]
     if not given:
@@ -26,8 +47,18 @@ def wanted_grammar(request: GenerationRequest) -> Grammar | None:
     field, grammar = given[0]
     if len(given) > 1:
         raise InvalidRequest(f"{given[1][0]} must not be given with {field}: an answer has one form", field=given[1][0])
-    grammar.check(field)
-    return grammar
+    return Form(grammar, field)
+
+
+def refuse_forms(request: GenerationRequest) -> None:
+    """Refuse a form in a request with tools, which have one of their own.
+
+    Raises:
+        InvalidRequest: names the field that asks for one.
+    """
+    for field, grammar in _asked(request):
+        if grammar is not None:
+            raise InvalidRequest(f"{field} must not be given with tools: an answer has one form", field=field)
 
 
 def _asked(request: GenerationRequest) -> list[tuple[str, Grammar | None]]:

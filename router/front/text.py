@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from protocol.prompt_logprobs import LogprobTable
-from protocol.sampling import FinishReason
 from router.front.detokenizer import Decoder, Detokenizer
 from router.front.echo import Echo
-from router.front.generation import GenerationReport, Output
+from router.front.generation import EndReason, GenerationReport, Output
 from router.front.logprobs import ShownToken, Spelling
 from router.front.stop_strings import StopMatcher
+from router.front.tool_calls import ToolCall
+from router.front.tools import CallReading
 
 
 class TextDecoder(Decoder, Spelling, Protocol):
@@ -29,11 +30,13 @@ class Piece:
         text: may be empty.
         finish_reason: set on the last.
         tokens: those that came with it, where log-probabilities are shown; text may lag behind them.
+        calls: of tools, which came with it; they are no text.
     """
 
     text: str
-    finish_reason: FinishReason | None
+    finish_reason: EndReason | None
     tokens: tuple[ShownToken, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
 
 
 class OutputText:
@@ -46,6 +49,7 @@ class OutputText:
         shows_tokens: whether pieces carry tokens with their log-probabilities, where the service tells them.
         echo: the prompt that goes before it, where it does.
         silent: nothing of the output is wanted, only its end.
+        calls: how calls of tools are found in it.
 
     Attributes:
         tokens: output tokens so far, a final stop token included, none after a stop string.
@@ -62,6 +66,7 @@ class OutputText:
         shows_tokens: bool = True,
         echo: Echo | None = None,
         silent: bool = False,
+        calls: CallReading | None = None,
     ) -> None:
         self._decoder = decoder
         self._detokenizer = Detokenizer(decoder)
@@ -69,6 +74,8 @@ class OutputText:
         self._min_tokens = min_tokens
         self._shows_tokens = shows_tokens
         self._silent = silent
+        self._parser = None if calls is None else calls.parser()
+        self._one_call = calls is not None and calls.single
         self._characters = 0
         self._logprob = 0.0
         self.tokens = 0
@@ -85,7 +92,22 @@ class OutputText:
         return self._logprob / max(1, self.tokens)
 
     def push(self, output: Output) -> Piece:
-        """The piece for ``output``; on a stop string it ends there, whatever tokens follow."""
+        """The piece for ``output``; on a stop string, or the one call that is wanted, it ends there."""
+        piece = self._spoken(output)
+        if self._parser is None:
+            return piece
+        text, calls = self._parser.push(piece.text)
+        reason = piece.finish_reason
+        if self._one_call and self._parser.count:
+            # What the same piece says of further calls is not wanted.
+            return Piece(text, "tool_calls", piece.tokens, calls[:1])
+        if reason is not None:
+            text += self._parser.flush()
+        if reason == "stop" and self._parser.count:
+            reason = "tool_calls"
+        return Piece(text, reason, piece.tokens, calls)
+
+    def _spoken(self, output: Output) -> Piece:
         self.report = output.report or self.report
         self.prompt_tables += output.prompt_logprobs
         if self._silent:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from router.front.parsing import chat_messages, check_token_ids, parse_detokenize, parse_tokenize
+from router.front.tools import told_tools
 from router.tokenizer import Tokenizer
 
 
@@ -39,6 +40,7 @@ class TokenDesk:
         if request.messages is not None:
             token_ids = self._tokenizer.encode_chat(
                 chat_messages(request.messages),
+                tools=told_tools(request.tools or []),
                 add_generation_prompt=request.add_generation_prompt is not False,
                 add_special_tokens=bool(request.add_special_tokens),
             )

@@ -223,6 +223,13 @@ def test_the_file_of_keys_is_taken_from_the_files_folder(tmp_path: Path) -> None
     assert (router.tls_certificate, router.tls_key) == (str((tmp_path / "router.pem").resolve()), "/etc/router.key")
 
 
+def test_the_format_of_tools_reaches_the_router() -> None:
+    order = router_order(parse_config("model: m\nrouter: {tool_format: llama3_json}"), 1, 2)
+    assert router_config(order, Path("/models/m"), "127.0.0.1").tool_format == "llama3_json"
+    with pytest.raises(ConfigError, match=r"router\.tool_format"):
+        parse_config("model: m\nrouter: {tool_format: xml}")
+
+
 def test_a_file_error_names_the_file(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("model: m\nprefill: {replicas: 0}\n")

@@ -171,6 +171,31 @@ def test_an_end_that_must_come_comes_though_it_is_early(
     assert tokenizer.decode(output) == "ab"
 
 
+def test_what_ends_an_output_is_the_requests_to_say(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    """The tokenizer's own end is id 2 here; a checkpoint's generation config may name others."""
+    word = tokenizer.encode("ab").ids
+    named = SamplingParams(grammar=Grammar("regex", "ab"), stop_token_ids=(4, 5))
+    allowed = grammars.allowed(named, 2, word)
+    assert allowed is not None
+    assert np.flatnonzero(allowed).tolist() == [4, 5]
+    nothing = SamplingParams(grammar=Grammar("regex", "ab"))
+    for ends in range(4):
+        # Nothing ends it, and nothing else may come: never free text.
+        allowed = grammars.allowed(nothing, 2 + ends, [*word, *[STOP] * ends])
+        assert allowed is not None
+        assert np.flatnonzero(allowed).tolist() == [STOP]
+
+
+def test_an_end_that_the_request_does_not_name_is_none_while_there_is_more_to_say(
+    grammars: Grammars, tokenizer: Tokenizer
+) -> None:
+    word = tokenizer.encode("ab").ids
+    sampling = SamplingParams(grammar=Grammar("regex", "abc?"))
+    allowed = grammars.allowed(sampling, 2, word)
+    assert allowed is not None
+    assert np.flatnonzero(allowed).tolist() == tokenizer.encode("c").ids
+
+
 def test_log_probabilities_are_the_models_own(grammars: Grammars, vocabulary: int) -> None:
     sampling = settings(Grammar("regex", "b"), temperature=0.0, logprobs=1)
     logits = torch.randn(1, vocabulary, generator=torch.Generator().manual_seed(4))
@@ -214,7 +239,7 @@ def test_a_grammar_that_is_too_large_or_none_is_refused_and_the_next_one_served(
 def test_a_grammar_that_proves_too_large_in_mid_way_ends_the_output(
     grammars: Grammars, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.grammar.LIMITS", LLParserLimits(step_max_items=60))
+    monkeypatch.setattr("protocol.matchers.LIMITS", LLParserLimits(step_max_items=60))
     sampling = settings(Grammar("lark", 'start: a\na: a a | "x"'))
     (x,) = tokenizer.encode("x").ids
     assert grammars.refusal(sampling) is None
@@ -237,3 +262,6 @@ def test_matchers_are_bounded(grammars: Grammars, monkeypatch: pytest.MonkeyPatc
         sampling = settings(Grammar("regex", f"[a-z]{{1,{number + 30}}}"))
         assert grammars.allowed(sampling, number, output[:number]) is not None
     assert len(grammars._places) == len(grammars._compiled) == 8
+    monkeypatch.setattr("engine.grammar.KEPT_BYTES", 50)
+    assert grammars.allowed(settings(Grammar("regex", "[a-z]{1,99}")), 3, output[:3]) is not None
+    assert 1 <= len(grammars._compiled) < 5

@@ -185,11 +185,20 @@ def failing(error: Exception, *groups: tuple[int, ...]) -> Script:
     return script
 
 
+class ClosingServer(uvicorn.Server):
+    """Closes what it serves, as the router does."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if isinstance(self.config.app, Front):
+            await self.config.app.close()
+
+
 @contextmanager
 def serving(app: Any) -> Iterator[str]:
     """Serve an ASGI application on a free port, in a thread; gives its URL."""
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(
+    server = ClosingServer(
         uvicorn.Config(
             app,
             loop="uvloop",

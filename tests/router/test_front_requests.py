@@ -126,8 +126,6 @@ UNSUPPORTED = [
     *(("/v1/completions", TEXT, *case) for case in BOTH),
     *(("/v1/chat/completions", CHAT, *case) for case in BOTH),
     ("/v1/completions", TEXT, "suffix", "end"),
-    ("/v1/chat/completions", CHAT, "tools", [{"type": "function"}]),
-    ("/v1/chat/completions", CHAT, "tool_choice", "required"),
     ("/v1/chat/completions", CHAT, "functions", [{}]),
     ("/v1/chat/completions", CHAT, "modalities", ["audio"]),
 ]
@@ -143,8 +141,8 @@ def test_unsupported_field(http: httpx.Client, path: str, base: dict[str, Any], 
 @pytest.mark.parametrize(
     ("message", "param"),
     [
-        ({"role": "tool", "content": "a"}, "messages[0].role"),
-        ({"role": "assistant", "content": "a", "tool_calls": [{}]}, "messages[0].tool_calls"),
+        ({"role": "function", "content": "a"}, "messages[0].role"),
+        ({"role": "assistant", "content": "a", "function_call": {"name": "f"}}, "messages[0].function_call"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content[0].type"),
     ],
 )

@@ -19,6 +19,7 @@ from router.config import RouterConfig
         ("port", 65536),
         ("hub", "http://127.0.0.1:1"),
         ("policy", "best"),
+        ("tool_format", "xml"),
         ("worker_timeout", 0.0),
         ("step_age_bound", float("inf")),
         ("forget_after", float("nan")),
