@@ -42,6 +42,7 @@ class Imports:
         pool: whose blocks are granted.
         wire: the form in which the pool's blocks cross.
         receiver: writes into the pool what prefill workers ship.
+        vocab_size: of the model that the tokens handed over go to.
         send: sends a message to a prefill worker.
         commit: called when every block is there and its window is closed, with the handover and the seconds from the
             end of prefill's last chunk to now.
@@ -59,6 +60,7 @@ class Imports:
         wire: WireLayout,
         receiver: Receiver,
         *,
+        vocab_size: int,
         send: Callable[[PrefillAddress, Message], bool],
         commit: Callable[[RequestKey, Handover, float], None],
         failed: Callable[[RequestKey, ErrorInfo], None],
@@ -72,6 +74,7 @@ class Imports:
         self._pool = pool
         self._wire = wire
         self._receiver = receiver
+        self._vocab_size = vocab_size
         self._send = send
         self._commit = commit
         self._failed = failed
@@ -114,6 +117,7 @@ class Imports:
             now=now,
             wire_dtype=self._wire.dtype,
             forks=len(request.forks),
+            vocab_size=self._vocab_size,
         )
         self._look_for_opening(request.key, now)
         self._carry_out(instructions)

@@ -112,6 +112,10 @@ class DecodeScheduler:
             found = next((sequence for sequence in self._waiting if sequence.key == key), None)
         return found
 
+    def keys(self) -> set[RequestKey]:
+        """Of every live sequence."""
+        return {*self._live, *(sequence.key for sequence in (*self._swaps.waiting, *self._waiting))}
+
     def asked_by(self, router: Peer) -> list[RequestKey]:
         """Live sequences of one router."""
         everything = (*self._live.values(), *self._swaps.waiting, *self._waiting)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import msgspec
+
 from decode_worker.sequence import Sequence
 from engine.batch import Chunk, Draw
+from protocol.messages import Tokens
 from protocol.sampling import FinishReason
 
 
@@ -25,6 +28,20 @@ class Output:
     start: int
     draws: tuple[Draw, ...]
     finish_reason: FinishReason | None
+
+    def message(self, now: float) -> Tokens:
+        """What the router hears of it; with the first tokens, how long the handoff and this step took."""
+        times = self.sequence.times
+        if times is not None:
+            times = msgspec.structs.replace(times, decode_step=now - self.sequence.committed)
+        return Tokens(
+            key=self.sequence.key,
+            start=self.start,
+            token_ids=tuple(draw.token_id for draw in self.draws),
+            finish_reason=self.finish_reason,
+            logprobs=tuple(draw.logprobs for draw in self.draws if draw.logprobs is not None),
+            times=times,
+        )
 
 
 @dataclass(frozen=True, slots=True)

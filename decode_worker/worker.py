@@ -30,11 +30,7 @@ from engine.block_pool import BlockPool
 from engine.pool_watch import PoolWatch
 from kv_transfer.transport import TransportConfig
 from protocol.curve import CurveKeys
-from protocol.errors import (
-    KVFerryError,
-    Overloaded,
-    Preempted,
-)
+from protocol.errors import KVFerryError, Overloaded, Preempted, ProtocolError
 from protocol.forks import Fork, ForkBook
 from protocol.ids import Peer, RequestKey
 from protocol.loops import Loops
@@ -47,7 +43,6 @@ from protocol.messages import (
     Message,
     Reserve,
     StageTimes,
-    Tokens,
     WorkerLoad,
     WorkerProfile,
 )
@@ -146,6 +141,7 @@ class DecodeWorker:
             self.pool,
             wire,
             receiver,
+            vocab_size=runner.vocab_size,
             send=self._peers.send,
             commit=self._commit,
             failed=self._import_failed,
@@ -247,6 +243,12 @@ class DecodeWorker:
             lost = [fork for fork in lost if self._scheduler.find(fork.key) is None]
             self._send_back(router, lost, "the request that carried it was cancelled")
             return
+        known = self._scheduler.keys() if request.forks else ()
+        newcomers = self._forks.newcomers(request.key, request.forks, known)
+        if len(newcomers) <= len(request.forks):
+            for key in newcomers:
+                self._fail(router, key, ErrorInfo.of(ProtocolError(f"{request.key} names a key that is in use")))
+            return
         runner = self._stepper.runner
         error = refusal(request, self._max_model_len, runner.vocab_size) or runner.grammars.refusal(request.sampling)
         if error is None and self._scheduler.waiting >= self.config.max_waiting:
@@ -339,6 +341,7 @@ class DecodeWorker:
             now = time.monotonic()
             for sequence in self._scheduler.give_up(now - PATIENCE):
                 self._preempt(sequence)
+                self._wake.set()  # what it had kept from others, at the head of the queue, they may have now
             self._watch.look(busy=not self._scheduler.idle, now=now)
             self._swaps.look(busy=not self._scheduler.idle, now=now)
 
@@ -384,17 +387,5 @@ class DecodeWorker:
 
     def _emit(self, output: Output) -> None:
         sequence = output.sequence
-        times, sequence.times = sequence.times, None
-        if times is not None:
-            times = msgspec.structs.replace(times, decode_step=time.monotonic() - sequence.committed)
-        self._link.send(
-            sequence.router,
-            Tokens(
-                key=sequence.key,
-                start=output.start,
-                token_ids=tuple(draw.token_id for draw in output.draws),
-                finish_reason=output.finish_reason,
-                logprobs=tuple(draw.logprobs for draw in output.draws if draw.logprobs is not None),
-                times=times,
-            ),
-        )
+        self._link.send(sequence.router, output.message(time.monotonic()))
+        sequence.times = None

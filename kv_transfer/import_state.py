@@ -67,6 +67,7 @@ class Import:
         grant: what was granted, once the blocks are reserved.
         num_tokens: of the prompt; 0 before that.
         forks: further continuations of it that the hand-over begins.
+        vocab_size: tokens that the hand-over brings are below this; None where any will do.
         landed_blocks, landed_bytes: written so far.
         handover: the record, once it is there.
         renew_at: when the next renewal is due; None when no more is.
@@ -81,6 +82,7 @@ class Import:
     grant: Grant | None = None
     num_tokens: int = 0
     forks: int = 0
+    vocab_size: int | None = None
     landed_blocks: int = 0
     landed_bytes: int = 0
     handover: Handover | None = None
@@ -136,6 +138,10 @@ class Import:
         if len(self.handover.fork_tokens) != self.forks:
             forks = f"{self.forks} forks asked for, {len(self.handover.fork_tokens)} handed over"
             return IntegrityMismatch(f"import {self.key}: {forks}")
+        token = max((self.handover.next_token, *self.handover.fork_tokens))
+        if self.vocab_size is not None and token >= self.vocab_size:
+            outside = f"token id {token} was handed over, outside the vocabulary of {self.vocab_size}"
+            return IntegrityMismatch(f"import {self.key}: {outside}")
         return None
 
     def check_integrity(self) -> None:

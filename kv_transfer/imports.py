@@ -113,6 +113,7 @@ class ImportBook:
         router: bytes | None = None,
         wire_dtype: WireDtype | None = None,
         forks: int = 0,
+        vocab_size: int | None = None,
     ) -> list[Instruction]:
         """The blocks are reserved; open the window and send the grant. May follow :meth:`waiting`.
 
@@ -133,6 +134,7 @@ class ImportBook:
             router: opaque; comes back with a failure.
             wire_dtype: in which the blocks shall cross; None is the pool's own.
             forks: further continuations of the prompt, whose first tokens the hand-over must bring.
+            vocab_size: these tokens and the prompt's own are below it; None where any will do.
 
         Raises:
             InvalidRequest: ``ttl`` is out of range; names the field and the value.
@@ -156,6 +158,7 @@ class ImportBook:
         item.ttl = ttl
         item.num_tokens = num_tokens
         item.forks = forks
+        item.vocab_size = vocab_size
         item.grant = Grant(
             key=key,
             first_block=first_block,

@@ -225,6 +225,11 @@ class PrefillWorker:
             for fork in request.forks:
                 self._fail(router, fork.key, ErrorInfo.of(Preempted("the request that carried it was cancelled")))
             return
+        newcomers = self._forks.newcomers(key, request.forks, self._routers)
+        if len(newcomers) <= len(request.forks):
+            for new in newcomers:
+                self._fail(router, new, ErrorInfo.of(ProtocolError(f"{key} names a key that is in use")))
+            return
         length = len(request.token_ids)
         error = self._stepper.runner.grammars.refusal(request.sampling)
         if not 0 < length < self._max_model_len:

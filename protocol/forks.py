@@ -7,7 +7,7 @@ import of them all. Everything else is each one's own: its tokens, its failure, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Annotated
 
 import msgspec
@@ -61,6 +61,19 @@ class ForkBook:
             self._wanted[first] = dict.fromkeys(keys)
             self._first_of.update(dict.fromkeys(keys, first))
 
+    def newcomers(
+        self, first: RequestKey, forks: Iterable[Fork], known: Container[RequestKey] = ()
+    ) -> tuple[RequestKey, ...]:
+        """Keys among these that nothing goes by yet, each once; where that is all of them, they may be opened.
+
+        Args:
+            first: of a request.
+            forks: its others.
+            known: keys in use that the book needs not hold.
+        """
+        keys = dict.fromkeys((first, *(fork.key for fork in forks)))
+        return tuple(key for key in keys if key not in self._first_of and key not in known)
+
     def first_of(self, key: RequestKey) -> RequestKey:
         """Whose lease and import serve ``key``."""
         return self._first_of.get(key, key)
@@ -82,5 +95,6 @@ class ForkBook:
         wanted = self.wanted(first)
         self._wanted.pop(first, None)
         for key in self._opened.pop(first, ()):
-            del self._first_of[key]
+            if self._first_of.get(key) == first:
+                del self._first_of[key]
         return wanted

@@ -45,6 +45,12 @@ class Choices:
             for index, generation in enumerate(plan.generations)
         )
         self.leaders = plan.leaders()
+        # Prompts whose scores a stream shows before any choice of theirs: set when these are there.
+        self._told = {
+            leader: asyncio.Event()
+            for leader in self.leaders
+            if plan.stream and plan.generations[leader].prompt_logprobs is not None
+        }
 
     def pieces(self) -> AsyncGenerator[Indexed, None]:
         """Pieces of all choices as they come, each with its choice's index.
@@ -82,6 +88,7 @@ class Choices:
             try:
                 async with aclosing(self._one(index, outputs)) as source:
                     async for piece in source:
+                        await self._wait_for_scores(index)
                         await queue.put(piece)
             except Exception as error:  # it is raised again where the pieces are read
                 await queue.put(error)
@@ -108,6 +115,18 @@ class Choices:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _wait_for_scores(self, index: int) -> None:
+        """A choice has its first piece; hold it back until the prompt's scores are there, which its leader brings.
+
+        They come together but after a failover, where each choice is placed by itself and one may overtake its leader.
+        """
+        told = self._told.get(self.leaders[index])
+        if told is None:
+            return
+        if index == self.leaders[index]:
+            told.set()
+        await told.wait()
 
     def _by_prompt(self) -> list[list[int]]:
         """Indices of the choices, those of one prompt together."""

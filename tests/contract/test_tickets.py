@@ -45,6 +45,7 @@ class DecodeSide:
             self.pool,
             WireLayout(LAYOUT),
             there.receiver,
+            vocab_size=100,
             send=lambda _, message: self.sent.append(message) is None,
             commit=self._commit,
             failed=self._fail,

@@ -37,6 +37,21 @@ def test_a_hand_over_for_another_number_of_continuations_fails(tokens: tuple[int
     assert f"2 forks asked for, {len(tokens)} handed over" in error.message
 
 
+@pytest.mark.parametrize(("first", "forks"), [(32, (4, 5)), (3, (32, 5)), (3, (4, 99)), ((1 << 31) - 1, (4, 5))])
+def test_a_token_outside_the_vocabulary_ends_this_import_alone(first: int, forks: tuple[int, int]) -> None:
+    book = ImportBook()
+    blocks = (21, 22, 23)
+    book.open(KEY, PREFILL, 0, blocks, blocks, 10, LAYOUT, ("inproc://d",), TICKET, TTL, 0.0, forks=2, vocab_size=32)
+    size = 3 * LAYOUT.block_bytes
+    message = Handover(
+        key=KEY, num_tokens=10, next_token=first, blocks=3, nbytes=size, ticket=TICKET, fork_tokens=forks
+    )
+    (error,) = [each.error for each in book.handover(PREFILL.peer, message, 0.0) if isinstance(each, Failed)]
+    assert error.code == "integrity_mismatch"
+    assert f"token id {max(first, *forks)} was handed over, outside the vocabulary of 32" in error.message
+    assert not book.is_open(KEY)
+
+
 def test_a_hand_over_for_all_of_them_commits() -> None:
     book = ImportBook()
     blocks = (21, 22, 23)

@@ -43,6 +43,36 @@ def test_what_is_closed_is_forgotten() -> None:
     assert len(book) == 0
 
 
+def test_only_new_keys_each_once_may_be_opened() -> None:
+    book = ForkBook()
+    assert book.newcomers(FIRST, FORKS) == KEYS
+    assert book.newcomers(FIRST, (*FORKS, FORKS[1])) == KEYS, "a fork named twice"
+    assert book.newcomers(FORKS[0].key, FORKS) == KEYS[1:], "the first among its forks"
+    assert book.newcomers(FIRST, FORKS, {FORKS[2].key}) == KEYS[:3]
+    book.open(FIRST, FORKS)
+    other = RequestKey("b", 0)
+    assert book.newcomers(other, FORKS[:1]) == (other,), "a fork of another prompt"
+    assert book.newcomers(FORKS[0].key, ()) == ()
+    book.close(FIRST)
+    assert book.newcomers(other, FORKS[:1]) == (other, FORKS[0].key)
+
+
+openings = st.tuples(st.sampled_from(KEYS), st.lists(st.sampled_from(FORKS), max_size=4))
+
+
+@given(st.lists(openings, max_size=4, unique_by=lambda opening: opening[0]), st.data())
+def test_whatever_is_opened_is_closed(opened: list[tuple[RequestKey, list[Fork]]], data: st.DataObject) -> None:
+    """Keys named twice are refused before they come here; were they not, the book would still hold."""
+    book = ForkBook()
+    for first, forks in opened:
+        book.open(first, forks)
+    for first, _ in data.draw(st.permutations(opened)):
+        book.drop(first)
+        book.close(first)
+    assert len(book) == 0
+    assert [book.first_of(key) for key in KEYS] == list(KEYS)
+
+
 def test_a_fork_draws_as_the_first_does_but_by_its_own_seed() -> None:
     first = SamplingParams(temperature=0.7, seed=5, max_tokens=9)
     assert FORKS[2].sampling(first) == SamplingParams(temperature=0.7, seed=2, max_tokens=9)

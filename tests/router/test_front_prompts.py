@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import struct
 from collections.abc import AsyncIterator
@@ -122,6 +123,40 @@ def test_an_echo_with_log_probabilities_begins_with_null(
     assert sum(sizes) == len(prompt)
     assert max(sizes) == 4
     assert "prompt_logprobs" not in choice
+
+
+@pytest.mark.parametrize("max_tokens", [0, 2])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_choice_that_overtakes_the_one_that_brings_the_scores_shows_them_all_the_same(
+    stream: bool, max_tokens: int, bpe_tokenizer: Tokenizer
+) -> None:
+    """After a failover each is placed by itself, and only the first one's prompt is computed whole."""
+    ids = (5, 6)[: max(1, max_tokens)]
+
+    def service() -> ScriptedService:
+        overtaken = asyncio.Event()
+
+        async def script(generation: Generation) -> AsyncIterator[Output]:
+            async for output in telling(ids)._script(generation):
+                if generation.prompt_logprobs is None:
+                    overtaken.set()
+                else:
+                    await overtaken.wait()
+                    for _ in range(200):
+                        await asyncio.sleep(0)  # the other choices have gone as far as they do
+                yield output
+
+        return ScriptedService(script)
+
+    body = {"model": MODEL, "prompt": PROMPT, "echo": True, "logprobs": 1, "n": 3, "max_tokens": max_tokens}
+    prompt = bpe_tokenizer.encode(PROMPT)
+    answer = ask(bpe_tokenizer, service(), COMPLETIONS, {**body, "stream": stream})
+    if stream:
+        told = [streamed(events_of(answer), index)[1] for index in range(3)]
+    else:
+        told = [choice["logprobs"] for choice in answer.json()["choices"]]
+    expected = [None, *(-float(row) for row in range(1, len(prompt))), *[-0.25] * max_tokens]
+    assert [each["token_logprobs"] for each in told] == [expected] * 3
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -16,7 +16,7 @@ import zmq.asyncio
 
 from cluster.bench import memory
 from cluster.bench.far_end import checksum
-from cluster.bench.handoff.order import LINE_BYTES, Answer, Failed, Order, Ready, Stage, Take, Taken
+from cluster.bench.handoff.order import LINE_BYTES, TOKEN, Answer, Failed, Order, Ready, Stage, Take, Taken
 from decode_worker.imports import Imports
 from decode_worker.peers import PrefillPeers
 from decode_worker.scheduler import DecodeScheduler
@@ -92,6 +92,7 @@ class DecodeSide:
             pool,
             WireLayout(stage.layout),
             receiver,
+            vocab_size=TOKEN + 1,
             send=peers.send,
             commit=side._commit,
             failed=side._failed,

@@ -9,6 +9,8 @@ from protocol.layout import KVLayout
 from protocol.messages import Reserve
 
 LINE_BYTES = 32 << 20
+TOKEN = 1
+"""All that is ever said."""
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):

@@ -19,7 +19,7 @@ import zmq.asyncio
 from cluster.bench import memory
 from cluster.bench.ending import to_the_end
 from cluster.bench.far_end import checksum
-from cluster.bench.handoff.order import LINE_BYTES, Answer, Failed, Order, Ready, Stage, Take, Taken
+from cluster.bench.handoff.order import LINE_BYTES, TOKEN, Answer, Failed, Order, Ready, Stage, Take, Taken
 from engine.block_pool import BlockPool, HolderKind, Owner
 from kv_transfer.transport import TransportConfig
 from prefill_worker.exports import Exports
@@ -36,7 +36,6 @@ REQUEST_SECONDS = 30.0
 END_SECONDS = 5.0
 STAGING_BYTES = 1 << 20
 """Both sides have one layout, so it is not used."""
-TOKEN = 1
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=2)
 
 
