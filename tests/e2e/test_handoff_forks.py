@@ -134,7 +134,8 @@ async def test_more_than_run_side_by_side_and_more_than_the_pool_holds(
     small: dict[str, object] = {"num_blocks": 14, "max_sequences": 6, "max_model_len": 40}
     async with rack(tiny_llama_dir, decode_engine=small) as running:
         assert await ask_together(running, copies(prompt, 9)) == alone
-        assert running.decode[0].load().preemptions, "the pool was to be too small"
+        load = running.decode[0].load()
+        assert load.preemptions or load.swaps, "the pool was to be too small"
 
 
 @pytest.mark.parametrize("leaving", [(0,), (1,), (0, 1, 2)], ids=["the first", "another", "all"])
