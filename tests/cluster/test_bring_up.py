@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from cluster.bring_up import down, up
 from cluster.cli import app
-from cluster.config import ClusterConfig, EngineSection, RaySection, RoleSection, RouterSection
+from cluster.config import ClusterConfig, DecodeSection, EngineSection, RaySection, RouterSection
 from cluster.processes import node_processes
 from cluster.progress import Step
 from cluster.ray_node import connect, node_pids
@@ -192,7 +192,7 @@ def test_a_worker_that_cannot_load_is_named_with_its_reason(address: str, tiny_l
 def test_what_cannot_be_placed_is_named_with_what_is_left(address: str, tiny_llama_dir: Path, tmp_path: Path) -> None:
     store = StateStore(tmp_path / "state")
     config = tiny(
-        tiny_llama_dir, "greedy", decode=RoleSection(cpus=64), ray=RaySection(address=address, start_timeout=5.0)
+        tiny_llama_dir, "greedy", decode=DecodeSection(cpus=64), ray=RaySection(address=address, start_timeout=5.0)
     )
     with pytest.raises(StartFailed, match=r"decode-0 \(placing\).*'CPU': 2"):
         up(config, store=store)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cluster.config import ClusterConfig, EngineSection, RaySection, RoleSection, RouterSection, TransferSection
+from cluster.config import ClusterConfig, DecodeSection, EngineSection, RaySection, RouterSection, TransferSection
 from cluster.doctor.cluster_file import examine_keys, judge_memory, judge_port
 from cluster.doctor.command import line, table
 from cluster.doctor.finding import Finding, diagnosis
@@ -31,16 +31,16 @@ def wish(given: bool = True, **sections: Any) -> Wish:
 
 
 WISH = wish()
-ON_GPUS = wish(decode=RoleSection(replicas=3, gpus=1))
+ON_GPUS = wish(decode=DecodeSection(replicas=3, gpus=1))
 
 
 def by_rdma(gpudirect: GpuDirect, *, checksum: bool = False) -> Wish:
     transfer = TransferSection(transport="ucx", gpudirect=gpudirect, checksum=checksum)
-    return wish(transfer=transfer, decode=RoleSection(gpus=1))
+    return wish(transfer=transfer, decode=DecodeSection(gpus=1))
 
 
 BY_UCX = by_rdma("auto")
-JOINED = wish(ray=RaySection(address="head:6379"), decode=RoleSection(gpus=1))
+JOINED = wish(ray=RaySection(address="head:6379"), decode=DecodeSection(gpus=1))
 
 
 @pytest.mark.parametrize(
