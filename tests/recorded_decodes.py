@@ -9,6 +9,7 @@ import torch
 from engine.attention.backend import AttentionPlan, Scoring, by_token
 from engine.attention.sdpa import SDPAttention
 from engine.decode_inputs import DecodeRows
+from engine.float8 import UNSCALED, Scales
 from engine.recorder import Recorder
 
 CPU = torch.device("cpu")
@@ -51,12 +52,28 @@ class StaticPlan(AttentionPlan):
         super().__init__(backend.order)
         self._rows = rows
 
-    def store(self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    def store(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scales: Scales = UNSCALED,
+    ) -> None:
+        assert scales == UNSCALED, "a plan for the caches of these tests"
         for values, cache in ((k, k_cache), (v, v_cache)):
             tokens = by_token(cache, self.order)
             tokens[self._rows.slots // tokens.shape[1], self._rows.slots % tokens.shape[1]] = values
 
-    def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    def forward(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scoring: Scoring,
+        scales: Scales = UNSCALED,
+    ) -> torch.Tensor:
+        assert scales == UNSCALED, "a plan for the caches of these tests"
         lens = self._rows.seq_lens[:, None]
         tables = self._rows.block_tables.long()
         k, v = (by_token(cache, self.order)[tables].flatten(1, 2) for cache in (k_cache, v_cache))
