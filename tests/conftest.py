@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--equality-examples",
         type=int,
-        default=6,
+        default=3,
         help="random cases of each test that holds a whole path against transformers (the long version: 200)",
     )
 
