@@ -17,6 +17,10 @@ from engine.copy_queue import CopyQueue
 from engine.kv_cache import KVCache
 from protocol.errors import ConfigError
 
+POOLS = 8
+"""Times the pool that are kept at most: who waits behind so many is better prefilled anew, and a book of slots is not
+free either."""
+
 
 class SwapSpace:
     """Slots of a block each; slot 0 is never used, as block 0 of a pool is not.
@@ -36,7 +40,7 @@ class SwapSpace:
 
     def __init__(self, cache: KVCache, queue: CopyQueue, nbytes: int) -> None:
         self.block_bytes = cache.layout.block_bytes
-        self.num_slots = nbytes // self.block_bytes
+        self.num_slots = min(nbytes // self.block_bytes, POOLS * cache.num_blocks)
         self._queue = queue
         self._blocks = cache.tensor.view(cache.num_blocks, -1).view(torch.uint8)
         try:

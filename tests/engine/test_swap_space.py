@@ -60,7 +60,13 @@ def test_less_than_a_block_is_no_slot(nbytes: int) -> None:
     assert SwapSpace(cache, copy_queue(cache.tensor.device), nbytes).num_slots == 0
 
 
-def test_memory_that_is_not_there_is_named() -> None:
+def test_no_more_is_kept_than_a_few_pools() -> None:
+    cache = filled("cpu", 2)
+    assert SwapSpace(cache, copy_queue(cache.tensor.device), 1 << 40).num_slots == 8 * cache.num_blocks
+
+
+def test_memory_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.swap_space.POOLS", 1 << 60)
     cache = filled("cpu", 2)
     with pytest.raises(ConfigError, match="swap_bytes") as caught:
         SwapSpace(cache, copy_queue(cache.tensor.device), 1 << 60)
