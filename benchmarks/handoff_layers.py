@@ -15,25 +15,19 @@ import json
 import random
 import shlex
 import statistics
-import sys
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from decode_worker.config import DecodeConfig
-from decode_worker.worker import DecodeWorker
-from engine.config import EngineConfig
-from prefill_worker.config import PrefillConfig
-from prefill_worker.worker import PrefillWorker
+from worker_process import MODEL, worker_process
+
 from protocol.sampling import SamplingParams
 from router.config import RouterConfig
 from router.front.generation import Generation
 from router.service import Service
 
-MODEL = "measured"
 FIRST_ID, LAST_ID = 100, 40_000
 OUTPUT = 4
 READY_IN = 120.0
@@ -50,29 +44,6 @@ class Figures:
     handoff: float
     nbytes: int
     transport: str
-
-
-async def serve(order: dict[str, Any]) -> None:
-    """Be one worker until standard input ends."""
-    engine = EngineConfig(**order.pop("engine"))
-    routers = tuple(order.pop("routers"))
-    role = order.pop("role")
-    common = {**order, "model_name": MODEL, "engine": engine, "routers": routers}
-    worker = PrefillWorker(PrefillConfig(**common)) if role == "prefill" else DecodeWorker(DecodeConfig(**common))
-    await worker.start()
-    await asyncio.to_thread(sys.stdin.read)
-    await worker.stop()
-
-
-@asynccontextmanager
-async def worker_process(command: Sequence[str], order: dict[str, Any]) -> AsyncIterator[None]:
-    """A worker in a process of its own, which ends with this one."""
-    words = [*command, sys.executable, __file__, "--serve", json.dumps(order)]
-    process = await asyncio.create_subprocess_exec(*words, stdin=asyncio.subprocess.PIPE)
-    try:
-        yield
-    finally:
-        await process.communicate(b"")
 
 
 async def ask(service: Service, tokens: int, rng: random.Random) -> Figures:
@@ -113,7 +84,7 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                 "transport": options.transport,
                 "layers_per_ship": layers,
             }
-            await stack.enter_async_context(worker_process((), order))
+            await stack.enter_async_context(worker_process(order))
         order = {
             "role": "decode",
             "name": "decode",
@@ -122,7 +93,7 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             "bind_host": options.decode_host or options.host,
             "transport": options.transport,
         }
-        await stack.enter_async_context(worker_process(shlex.split(options.decode_command), order))
+        await stack.enter_async_context(worker_process(order, shlex.split(options.decode_command)))
         async with asyncio.timeout(READY_IN):
             while not all(service.health().ready for service in services.values()):  # noqa: ASYNC110 -- sets no event
                 await asyncio.sleep(0.1)
@@ -159,7 +130,7 @@ def numbers(text: str) -> list[int]:
 def main() -> None:
     """Print one table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, help="a Hugging Face model directory")
+    parser.add_argument("--model", type=Path, required=True, help="a Hugging Face model directory")
     parser.add_argument("--tokens", type=numbers, default=[64, 512, 900, 4096], help="prompt lengths")
     parser.add_argument("--layers", type=numbers, default=[0, 30, 15, 10, 5], help="settings of layers_per_ship")
     parser.add_argument("--chunk", type=int, default=512, help="prompt tokens of one step")
@@ -169,13 +140,7 @@ def main() -> None:
     parser.add_argument("--decode-host", default="", help="address of the decode worker, where it is another")
     parser.add_argument("--decode-command", default="", help="put before the decode worker: 'ip netns exec far'")
     parser.add_argument("--json", type=Path, help="write the figures here too")
-    parser.add_argument("--serve", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.serve is not None:
-        asyncio.run(serve(options.serve))
-        return
-    if options.model is None:
-        parser.error("--model is missing")
     rows = asyncio.run(measure(options))
     print(f"{options.transport}, chunks of {options.chunk} tokens, medians of {options.runs} in turn\n")
     print("| tokens | KV MiB | layers per ship | TTFT ms | prefill ms | handoff ms | TTFT ratio |\n" + "|---" * 7 + "|")

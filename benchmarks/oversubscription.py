@@ -11,29 +11,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import statistics
-import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from decode_worker.config import DecodeConfig
+from worker_process import MODEL, worker_process
+
 from decode_worker.preemption import PREEMPTIONS
-from decode_worker.worker import DecodeWorker
-from engine.config import EngineConfig
-from prefill_worker.config import PrefillConfig
-from prefill_worker.worker import PrefillWorker
 from protocol.sampling import SamplingParams
 from router.config import RouterConfig
 from router.front.generation import Generation
 from router.service import Service
 
-MODEL = "measured"
 FIRST_ID, LAST_ID = 100, 40_000
 BLOCK = 16
 READY_IN = 300.0
@@ -47,29 +40,6 @@ class Figures:
     crowded: float
     swaps: int
     preemptions: int
-
-
-async def serve(order: dict[str, Any]) -> None:
-    """Be one worker until standard input ends."""
-    engine = EngineConfig(**order.pop("engine"))
-    routers = tuple(order.pop("routers"))
-    role = order.pop("role")
-    common = {**order, "model_name": MODEL, "engine": engine, "routers": routers}
-    worker = PrefillWorker(PrefillConfig(**common)) if role == "prefill" else DecodeWorker(DecodeConfig(**common))
-    await worker.start()
-    await asyncio.to_thread(sys.stdin.read)
-    await worker.stop()
-
-
-@asynccontextmanager
-async def worker_process(order: dict[str, Any]) -> AsyncIterator[None]:
-    """A worker in a process of its own, which ends with this one."""
-    words = [sys.executable, __file__, "--serve", json.dumps(order)]
-    process = await asyncio.create_subprocess_exec(*words, stdin=asyncio.subprocess.PIPE)
-    try:
-        yield
-    finally:
-        await process.communicate(b"")
 
 
 async def client(service: Service, prompt: tuple[int, ...], output: int, leaves: int | None) -> int:
@@ -164,7 +134,7 @@ async def measure(options: argparse.Namespace) -> dict[str, list[Figures]]:
 def main() -> None:
     """Print one table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, help="a Hugging Face model directory")
+    parser.add_argument("--model", type=Path, required=True, help="a Hugging Face model directory")
     parser.add_argument("--prompt", type=int, default=96, help="prompt tokens of each request")
     parser.add_argument("--output", type=int, default=64, help="output tokens of each request")
     parser.add_argument("--requests", type=int, default=40, help="that are made, twice in each turn")
@@ -173,13 +143,7 @@ def main() -> None:
     parser.add_argument("--ways", type=lambda text: text.split(","), default=[*PREEMPTIONS], help="settings compared")
     parser.add_argument("--swap-bytes", type=int, default=256 << 20)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--serve", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.serve is not None:
-        asyncio.run(serve(options.serve))
-        return
-    if options.model is None:
-        parser.error("--model is missing")
     taken = asyncio.run(measure(options))
     print(
         f"{options.requests} requests of {options.prompt} + {options.output} tokens, medians of {options.runs} turns\n"
