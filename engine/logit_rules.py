@@ -47,9 +47,11 @@ def apply_rules(scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
             _add_bias(line, row.sampling)
         if row.sampling.penalises:
             _penalise(line, row)
-        tokens = _left(row, line.shape[0])
-        if tokens is not None:
-            line.masked_fill_(~upload(tokens, torch.bool, line.device), -torch.inf)
+        early = _early_stops(row, line.shape[0])
+        if row.allowed is not None:
+            line.masked_fill_(upload(~row.allowed, torch.bool, line.device), -torch.inf)
+        if early and (row.allowed is None or row.allowed.sum() > row.allowed[early].sum()):
+            line[upload(early, torch.int64, line.device)] = -torch.inf
     return changed
 
 
@@ -59,13 +61,11 @@ def _has_rule(row: Row) -> bool:
     return early or sampling.penalises or bool(sampling.logit_bias) or row.allowed is not None
 
 
-def _left(row: Row, vocab_size: int) -> NDArray[np.bool_] | None:
-    sampling = row.sampling
-    if row.position >= sampling.min_tokens or not sampling.stop_token_ids:
-        return row.allowed
-    tokens = np.ones(vocab_size, np.bool_) if row.allowed is None else row.allowed.copy()
-    tokens[[token for token in sampling.stop_token_ids if token < vocab_size]] = False
-    return tokens if row.allowed is None or tokens.any() else row.allowed
+def _early_stops(row: Row, vocab_size: int) -> list[int]:
+    """Tokens that would end the output before it is long enough, each once."""
+    if row.position >= row.sampling.min_tokens:
+        return []
+    return [token for token in dict.fromkeys(row.sampling.stop_token_ids) if token < vocab_size]
 
 
 def _penalise(line: torch.Tensor, row: Row) -> None:
