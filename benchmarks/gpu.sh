@@ -1,11 +1,11 @@
 #!/bin/sh
-# What one GPU does, in under eight minutes and one table: attention on paged KV against the device's own limits, steps of
-# decodes with and without CUDA graphs, and requests whose prefill and decode are two processes on that GPU, with the
-# handoff by cuda_ipc and by shm (staging memory to landing memory).
+# What one GPU does, in under eight minutes and one table: attention on paged KV against the device's roofline (kvferry
+# bench attention, a layer of Llama 3 8B), steps of decodes with and without CUDA graphs, and requests whose prefill and
+# decode are two processes on that GPU, with the handoff by cuda_ipc and by shm (staging memory to landing memory).
 #
 #   benchmarks/gpu.sh [MODEL]
 #
-# MODEL is as in a cluster's file; by default the small one. PARTS ("steps handoff"), TRANSPORTS, RUNS, LENGTHS, BLOCKS,
+# MODEL is as in a cluster's file; by default the small one. PARTS ("attention steps handoff"), TRANSPORTS, RUNS, LENGTHS, BLOCKS,
 # PORT and PYTHON may be set in the environment. A part that fails or takes too long is a line of the table, and the others
 # go on. DEVICE=cpu TRANSPORTS="shm tcp" tries the script itself where there is no GPU.
 set -eu
@@ -15,7 +15,7 @@ python=${PYTHON:-.venv/bin/python}
 device=${DEVICE:-cuda:0}
 port=${PORT:-8017}
 transports=${TRANSPORTS:-cuda_ipc shm}
-parts=${PARTS:-steps handoff}
+parts=${PARTS:-attention steps handoff}
 share=0.5
 small=
 [ "$device" = cpu ] && share=0 small=--small
@@ -29,9 +29,19 @@ finish() {
 trap finish EXIT
 trap 'exit 130' INT TERM
 
+attention() {
+  if [ "$device" = cpu ]; then
+    set -- --model smollm2-135m --batch 2 --context 256 --chunk 64 --seconds 0.1
+  else
+    set -- --model llama-3-8b --batch 1,16,64 --context 2k,8k --seconds 2 --max-pool 8GiB
+  fi
+  timeout 80 "$python" -m cluster bench attention --device "$device" --dtype bfloat16 "$@" \
+    --json "$folder/attention.json" > /dev/null
+}
+
 steps() {
   directory=$("$python" -m cluster model path "$model" 2> /dev/null) || directory=$model
-  timeout 120 "$python" benchmarks/gpu_steps.py --model "$directory" --device "$device" $small --json "$folder/steps.json"
+  timeout 80 "$python" benchmarks/gpu_steps.py --model "$directory" --device "$device" $small --json "$folder/steps.json"
 }
 
 handoff() {
@@ -51,6 +61,7 @@ YAML
 
 for part in $parts; do
   case $part in
+    attention) attention || echo "attention: no figures, status $?" >> "$folder/missing" ;;
     steps) steps || echo "steps: no figures, status $?" >> "$folder/missing" ;;
     handoff)
       for transport in $transports; do
@@ -61,7 +72,7 @@ for part in $parts; do
       done
       ;;
     *)
-      echo "PARTS are steps and handoff, not $part" >&2
+      echo "PARTS are attention, steps and handoff, not $part" >&2
       exit 2
       ;;
   esac
@@ -83,9 +94,18 @@ def figures(name):
 
 print(f"on {device}, medians")
 print(line("by", "what", "ms", "rate", "", "ratio"))
+for outcome in (figures("attention") or {"outcomes": []})["outcomes"]:
+    case = outcome["case"]
+    what = f"{case['kind']} {case['batch']} x {case['context']}"
+    for entry in outcome["figures"]:
+        if entry["state"] != "skipped":
+            rate, unit = outcome["nbytes"] / entry["seconds"] / 1e9, "GB/s"
+            if case["kind"] == "prefill":
+                rate, unit = outcome["flops"] / entry["seconds"] / 1e12, "TFLOP/s"
+            ratio = f"{entry['fraction']:.2f} of the limit" + ("" if entry["state"] == "measured" else ", and wrong")
+            print(line(entry["entry"], what, f"{1e3 * entry['seconds']:.3f}", f"{rate:.1f}", unit, ratio))
 for row in figures("steps"):
-    what = "x launched" if row["by"] == "captured" else "of the limit"
-    ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f} {what}"
+    ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f} x launched"
     print(line(row["by"], row["case"], f"{row['ms']:.3f}", f"{row['rate']:.1f}", row["unit"], ratio))
 for name in transports:
     for row in figures(name):
