@@ -134,7 +134,7 @@ class _BringUp:
             )
             # All at once: a worker knows where the router will be, and its connection waits for it.
             self._await(ray, {order.name: self._place(ray, order) for order in (router, *workers)}, node)
-        self._clock.enter("router", time.monotonic())
+            self._clock.enter("router", time.monotonic())
         self._await_router()
         self._clock.end(time.monotonic())
         phases = self._clock.phases

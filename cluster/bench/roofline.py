@@ -50,10 +50,12 @@ class Device:
     Args:
         device: which.
         dtype: of the products.
+        now: a clock, in seconds.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, now: Callable[[], float] = time.perf_counter) -> None:
         self.device = device
+        self._now = now
         on_host = device.type == "cpu"
         read, side = (HOST_READ_BYTES, HOST_SIDE) if on_host else (DEVICE_READ_BYTES, DEVICE_SIDE)
         self._memory = torch.ones(read // 4, dtype=torch.int32, device=device)
@@ -72,10 +74,10 @@ class Device:
     def seconds(self, work: Callable[[], object]) -> float:
         """Seconds of one call of ``work``, to its end."""
         self.synchronize()
-        began = time.perf_counter()
+        began = self._now()
         work()
         self.synchronize()
-        return time.perf_counter() - began
+        return self._now() - began
 
     def read(self) -> float:
         """Read so much that no cache holds anything else then; bytes a second."""
