@@ -112,6 +112,8 @@ def router_config(order: ActorOrder, model: Path, host: str) -> RouterConfig:
         "public": config.router.public,
         "tls_certificate": config.router.tls_certificate or "",
         "tls_key": config.router.tls_key or "",
+        "local_prefill": config.router.local_prefill,
+        "local_prefill_tokens": config.router.local_prefill_tokens,
         "tool_format": config.router.tool_format,
         "secret": order.secret,
     }
