@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from groups import GroupScheduling, longest_first
 from namespaces import Lan
+from ucx_segments import settle
+from xdist.remote import Producer
 
 # Two OpenMP threads that share their cores with other processes spin for each other, and take ten times as long as one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -32,6 +36,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.fault_seed is None:
         config.option.fault_seed = secrets.randbits(32)
+    folder = settle()
+    if folder is not None:
+        config.add_cleanup(lambda: shutil.rmtree(folder))
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -45,6 +52,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if elsewhere:
         config.hook.pytest_deselected(items=elsewhere)
         items[:] = [item for item in items if item not in set(elsewhere)]
+    if hasattr(config, "workerinput"):
+        items[:] = longest_first(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupScheduling | None:
+    return GroupScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session")
