@@ -25,5 +25,5 @@ check imports "$BIN/lint-imports"
 # session, and so fails the run. One hypothesis profile by name, so that the environment (CI=true) does not choose
 # another, and the same faults each time.
 exec "$BIN/pytest" -n logical --maxprocesses=8 --max-worker-restart=0 --dist=loadfile --no-loadscope-reorder \
-    -o faulthandler_timeout=660 -o faulthandler_exit_on_timeout=true \
+    -o faulthandler_timeout=960 -o faulthandler_exit_on_timeout=true \
     --hypothesis-profile=ci --fault-seed=1 --fault-points=3 "$@"

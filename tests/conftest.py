@@ -15,9 +15,13 @@ from groups import GroupScheduling, longest_first
 from namespaces import Lan
 from ucx_segments import settle
 from xdist.remote import Producer
+from xdist.workermanage import WorkerController
 
 # Two OpenMP threads that share their cores with other processes spin for each other, and take ten times as long as one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+SEED = "fault_seed"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,7 +39,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.fault_seed is None:
-        config.option.fault_seed = secrets.randbits(32)
+        # One for all sessions of a parallel run: the first one's.
+        config.option.fault_seed = getattr(config, "workerinput", {}).get(SEED, secrets.randbits(32))
     folder = settle()
     if folder is not None:
         config.add_cleanup(lambda: shutil.rmtree(folder))
@@ -54,6 +59,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in set(elsewhere)]
     if hasattr(config, "workerinput"):
         items[:] = longest_first(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: WorkerController) -> None:
+    node.workerinput[SEED] = node.config.option.fault_seed
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -34,7 +34,7 @@ import os, pytest
 @pytest.mark.parametrize("number", range(4))
 def test_passes(number, request):
     with open({log!r}, "a") as log:
-        print({name!r}, os.environ["PYTEST_XDIST_WORKER"], file=log)
+        print({name!r}, os.environ["PYTEST_XDIST_WORKER"], request.config.option.fault_seed, file=log)
 """
 
 
@@ -44,16 +44,16 @@ def flags() -> list[str]:
     return shlex.split(found)
 
 
-def run(folder: Path) -> subprocess.CompletedProcess[str]:
-    """The tests of a folder in two sessions; one that hangs is given a second."""
-    command = [sys.executable, "-m", "pytest", "-p", "conftest", *flags(), "-n", "2", "-o", "faulthandler_timeout=1"]
+def run(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    """The tests of a folder in two sessions, by the script's flags but for the seed."""
+    given = [flag for flag in flags() if not flag.startswith("--fault-seed")]
     return subprocess.run(
-        [*command, str(folder)],
+        [sys.executable, "-m", "pytest", "-p", "conftest", *given, "-n", "2", *more, str(folder)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])},
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
 
@@ -67,15 +67,19 @@ def test_the_tests_of_a_file_and_all_that_start_nodes_stay_together(tmp_path: Pa
     assert done.returncode == 0, done.stdout + done.stderr
     assert "16 passed" in done.stdout
     workers: dict[str, set[str]] = {}
-    for name, worker in map(str.split, log.read_text().splitlines()):
+    seeds = set()
+    for name, worker, seed in map(str.split, log.read_text().splitlines()):
+        seeds.add(f"faults: --fault-seed {seed}")
         workers.setdefault("ray" if marks[name] else name, set()).add(worker)
     assert {name: len(found) for name, found in workers.items()} == {"plain": 1, "other": 1, "ray": 1}
+    assert len(seeds) == 1
+    assert seeds <= {*done.stdout.splitlines()}
 
 
 @pytest.mark.parametrize("source", [CRASHES, HANGS], ids=["crashes", "hangs"])
 def test_a_session_that_ends_or_hangs_fails_the_run(tmp_path: Path, source: str) -> None:
     (tmp_path / "test_one.py").write_text(source)
     (tmp_path / "test_two.py").write_text(PASSES.format(mark="", name="two", log=str(tmp_path / "log")))
-    done = run(tmp_path)
+    done = run(tmp_path, "-o", "faulthandler_timeout=5")
     assert done.returncode != 0
     assert "FAILED test_one.py::test_" in done.stdout, done.stdout + done.stderr
