@@ -28,7 +28,10 @@ async def worker_process(order: dict[str, Any], command: Sequence[str] = ()) -> 
     try:
         yield
     finally:
-        await process.communicate(b"")
+        # It may have ended by itself, or with whatever ended this one.
+        assert process.stdin is not None
+        process.stdin.close()
+        await process.wait()
 
 
 async def serve(order: dict[str, Any]) -> None:
