@@ -153,6 +153,8 @@ class RouterSection(msgspec.Struct, frozen=True, kw_only=True):
         tls_certificate, tls_key: files of the router's TLS, in PEM, on its machine; null speaks plain HTTP.
         tool_format: how the model writes calls of tools: "auto" as its chat template has it, "hermes" or
             "llama3_json".
+        generation_config: "auto" fills in sampling fields that requests leave out from the model's
+            generation_config.json, as vLLM does; "none" with neutral values.
         public: let everybody in though ``host`` can be reached from other machines.
         cpus: CPU cores that Ray sets aside for it.
         limits: the router's own settings, by their name in its configuration.
@@ -165,6 +167,7 @@ class RouterSection(msgspec.Struct, frozen=True, kw_only=True):
     tls_certificate: str | None = None
     tls_key: str | None = None
     tool_format: Literal["auto", "hermes", "llama3_json"] = "auto"
+    generation_config: Literal["auto", "none"] = "auto"
     public: bool = False
     cpus: float = 0.0
     limits: dict[str, Setting] = {}

@@ -113,6 +113,7 @@ def router_config(order: ActorOrder, model: Path, host: str) -> RouterConfig:
         "tls_certificate": config.router.tls_certificate or "",
         "tls_key": config.router.tls_key or "",
         "tool_format": config.router.tool_format,
+        "generation_config": config.router.generation_config,
         "secret": order.secret,
     }
     with _at("router"):

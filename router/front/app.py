@@ -30,6 +30,7 @@ from router.front.plan import Plan, Planner
 from router.front.routes import Found, RouteTable, WrongMethod
 from router.front.schema import GenerationRequest
 from router.front.token_desk import TokenDesk
+from router.sampling_defaults import SamplingDefaults
 from router.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class Front:
         tokenizer: of the checkpoint that the service serves.
         config: bounds on what clients may send.
         gatekeeper: knows who may ask; by default everybody.
+        defaults: of sampling fields that requests leave out; neutral ones by default.
     """
 
     def __init__(
@@ -60,11 +62,13 @@ class Front:
         tokenizer: Tokenizer,
         config: FrontConfig | None = None,
         gatekeeper: Gatekeeper | None = None,
+        defaults: SamplingDefaults | None = None,
     ) -> None:
         self._service = service
         self._gatekeeper = gatekeeper or Gatekeeper()
         self._tokenizer = tokenizer
         self._config = config or FrontConfig()
+        self._defaults = defaults or SamplingDefaults()
         self._created = int(time.time())
         self._inspector = Inspector(tokenizer.file, tokenizer.vocab_size)
         self._desk = TokenDesk(tokenizer, self._check_model, self._max_model_len)
@@ -153,7 +157,7 @@ class Front:
         self, exchange: Exchange, shape: Shape, parse: Callable[[bytes], R], plan: Callable[[Planner, R], Plan]
     ) -> None:
         body = await exchange.read_body(self._config.max_body_bytes)
-        planner = Planner(self._tokenizer, self._config, self._max_model_len())
+        planner = Planner(self._tokenizer, self._config, self._max_model_len(), self._defaults)
 
         def prepare() -> Plan:
             request = parse(body)
