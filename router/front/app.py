@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import TypeVar
 
 import msgspec
@@ -25,6 +26,7 @@ from router.front.formats import AnswerFormat, ChatShape, CompletionShape, Shape
 from router.front.generation import GenerationService
 from router.front.inspector import Inspector
 from router.front.keys import Gatekeeper
+from router.front.openapi import document
 from router.front.parsing import parse_chat, parse_completion, shown
 from router.front.plan import Plan, Planner
 from router.front.routes import Found, RouteTable, WrongMethod
@@ -41,7 +43,7 @@ R = TypeVar("R", bound=GenerationRequest)
 LONG_BODY_BYTES = 16 << 10
 """From here on a request is parsed and tokenised in a thread, so that running streams do not wait for it."""
 OWNER = "kvferry"
-OPEN_PATHS = frozenset({"/health", "/ready"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
 """What probes ask: no key is needed, and nothing but the state is told."""
 
 
@@ -70,6 +72,8 @@ class Front:
         self._config = config or FrontConfig()
         self._defaults = defaults or SamplingDefaults()
         self._created = int(time.time())
+        self._version = version("kvferry")
+        self._document = document(self._version)
         self._inspector = Inspector(tokenizer.file, tokenizer.vocab_size)
         self._desk = TokenDesk(tokenizer, self._check_model, self._max_model_len)
         self._routes: RouteTable[Handler] = RouteTable(
@@ -82,6 +86,9 @@ class Front:
                 "/v1/models/": {"GET": self._model},
                 "/health": {"GET": self._health},
                 "/ready": {"GET": self._health},
+                "/ping": {"GET": self._health},
+                "/version": {"GET": self._tell_version},
+                "/openapi.json": {"GET": self._openapi},
                 "/metrics": {"GET": self._metrics},
                 "/cluster": {"GET": self._cluster},
             }
@@ -207,6 +214,12 @@ class Front:
     async def _health(self, exchange: Exchange, _: str) -> None:
         health = self._service.health()
         await exchange.respond(200 if health.ready else 503, msgspec.json.encode(health))
+
+    async def _tell_version(self, exchange: Exchange, _: str) -> None:
+        await exchange.respond(200, msgspec.json.encode({"version": self._version}))
+
+    async def _openapi(self, exchange: Exchange, _: str) -> None:
+        await exchange.respond(200, self._document)
 
     async def _metrics(self, exchange: Exchange, _: str) -> None:
         # With hundreds of workers it takes most of a second, and streams do not wait for it.
