@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--fuzz-examples",
         type=int,
-        default=12,
+        default=5,
         help="random requests of each kind to a whole router, by its own OpenAPI document (the long version: 2000)",
     )
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import psutil
+import pytest
 import requests
 import schemathesis
 from http_stage import MODEL, http_stage
@@ -37,13 +38,12 @@ CHECKS = [
     allow_header_conformance,
 ]
 PATIENCE = 60.0
-LEAST = {"/v1/chat/completions": 1, "/v1/completions": 1, "/tokenize": 1, "/detokenize": 1}
-"""Requests to each that must have been served, or the random ones say nothing."""
+GENERATING = ("/v1/chat/completions", "/v1/completions")
 UNDECIDED = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "repetition_penalty", "best_of", "max_tokens", "n")
 """Fields that the document bounds by their type alone."""
 
 
-def sensible(body: dict[str, Any], path: str) -> dict[str, Any]:
+def sensible(body: dict[str, Any], path: str, chance: int) -> dict[str, Any]:
     """``body`` nearer to what is served: at random hardly any would be."""
     near = {name: value for name, value in body.items() if name not in UNDECIDED} | {"model": MODEL}
     if path == "/tokenize":
@@ -57,10 +57,11 @@ def sensible(body: dict[str, Any], path: str) -> dict[str, Any]:
         near["messages"] = [{"role": "user", "content": str(turn.get("content"))[:9]} for turn in near["messages"][:2]]
     else:
         near["prompt"] = [5, 6]
-    # One field of several is left as it was drawn; the rest is neutral.
+    # Two fields are left as they were drawn.
     drawn = sorted(set(near) - {"model", "messages", "prompt", "stream"})
-    for name in drawn[1:]:
-        del near[name]
+    for name in drawn:
+        if (drawn.index(name) - chance) % len(drawn) > 1:
+            del near[name]
     return near | {"max_tokens": 3}
 
 
@@ -75,16 +76,16 @@ def check_events(path: str, text: str) -> None:
 
 
 async def test_whatever_is_asked_is_answered_as_the_document_says(
-    tiny_llama_dir: Path, request: Any, monkeypatch: Any
+    tiny_llama_dir: Path, request: pytest.FixtureRequest
 ) -> None:
     examples = request.config.getoption("fuzz_examples")
     async with http_stage(tiny_llama_dir, max_model_len=48) as stage:
         served: Counter[str] = Counter()
 
-        def ask(session: requests.Session, case: Any, near: bool) -> None:
+        def ask(session: requests.Session, case: Any, chance: int) -> None:
             path = case.operation.path
-            if near and isinstance(case.body, dict):
-                case.body = sensible(case.body, path)
+            if chance % 4 and isinstance(case.body, dict):
+                case.body = sensible(case.body, path, chance)
             answer = case.call(base_url=stage.url, session=session, timeout=PATIENCE)
             assert answer.status_code != 500, answer.text
             case.validate_response(answer, checks=CHECKS)
@@ -108,15 +109,16 @@ async def test_whatever_is_asked_is_answered_as_the_document_says(
                             suppress_health_check=list(HealthCheck),
                             database=None,
                         )
-                        @given(operation.as_strategy(generation_mode=mode), st.integers(0, 3))
+                        @given(operation.as_strategy(generation_mode=mode), st.integers(0, 999))
                         def check(case: Any, chance: int) -> None:
-                            ask(session, case, chance > 0)
+                            ask(session, case, chance)
 
                         check()
 
         before = psutil.Process().memory_info().rss
         await asyncio.to_thread(fuzz)
         assert psutil.Process().memory_info().rss - before < 256 << 20
-        assert {path for path, least in LEAST.items() if served[path] < least} == set(), served
+        # If none had come so far as the workers, this would say nothing of them.
+        assert any(served[path] for path in GENERATING)
         await until(lambda: stage.prefill.load().running == 0, "idle workers")
         assert (await stage.complete("a")).json()["choices"]
