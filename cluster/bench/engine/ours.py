@@ -9,11 +9,10 @@ from collections.abc import Callable
 from cluster.bench.engine.case import EngineCase
 from cluster.bench.engine.figures import OURS
 from decode_worker.scheduler import DecodeScheduler
-from decode_worker.step import chunks_of as decode_chunks
+from decode_worker.step import chunks_of
 from engine.block_pool import BlockPool
 from engine.stepper import Stepper
 from prefill_worker.scheduler import PrefillScheduler
-from prefill_worker.scheduler import chunks_of as prefill_chunks
 from protocol.errors import PoolExhausted
 from protocol.ids import Peer, RequestKey
 from protocol.messages import Prefill, PrefillAddress, Reserve
@@ -80,7 +79,7 @@ class Ours:
             stepping = scheduler.next_step().sequences
             if len(stepping) != batch:
                 raise PoolExhausted(f"{batch} sequences of {context} tokens do not fit, {len(stepping)} do")
-            scheduler.complete_step(await self._stepper.execute(decode_chunks(stepping)))
+            scheduler.complete_step(await self._stepper.execute(chunks_of(stepping)))
             seconds.append(self._now() - began)
         return seconds[1:]
 
@@ -112,7 +111,7 @@ class Ours:
             work = scheduler.next_step()
             if not work:
                 raise PoolExhausted(f"{batch} prompts of {context} tokens do not fit, {left} of them are left")
-            gained = scheduler.complete_step(await self._stepper.execute(prefill_chunks(work)))
+            gained = scheduler.complete_step(await self._stepper.execute([piece.chunk for piece in work]))
             left -= sum(progress.draw is not None for progress in gained)
         return [self._now() - began]
 
