@@ -156,6 +156,8 @@ class RouterSection(msgspec.Struct, frozen=True, kw_only=True):
         local_prefill_tokens: a prompt of at most so many tokens is short.
         tool_format: how the model writes calls of tools: "auto" as its chat template has it, "hermes" or
             "llama3_json".
+        generation_config: "auto" fills in sampling fields that requests leave out from the model's
+            generation_config.json, as vLLM does; "none" with neutral values.
         public: let everybody in though ``host`` can be reached from other machines.
         cpus: CPU cores that Ray sets aside for it.
         limits: the router's own settings, by their name in its configuration.
@@ -170,6 +172,7 @@ class RouterSection(msgspec.Struct, frozen=True, kw_only=True):
     local_prefill: Literal["never", "fallback", "short", "always"] = "fallback"
     local_prefill_tokens: int = 0
     tool_format: Literal["auto", "hermes", "llama3_json"] = "auto"
+    generation_config: Literal["auto", "none"] = "auto"
     public: bool = False
     cpus: float = 0.0
     limits: dict[str, Setting] = {}

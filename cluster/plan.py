@@ -115,6 +115,7 @@ def router_config(order: ActorOrder, model: Path, host: str) -> RouterConfig:
         "local_prefill": config.router.local_prefill,
         "local_prefill_tokens": config.router.local_prefill_tokens,
         "tool_format": config.router.tool_format,
+        "generation_config": config.router.generation_config,
         "secret": order.secret,
     }
     with _at("router"):

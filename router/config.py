@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from protocol.errors import ConfigError
 from router.local_prefill import LOCAL_PREFILLS, LocalPrefill
 from router.policy import POLICIES
+from router.sampling_defaults import GENERATION_CONFIGS, GenerationConfig
 from router.tool_format import TOOL_FORMATS, ToolFormat
 
 
@@ -45,6 +46,7 @@ class RouterConfig:
         api_keys: file of the keys that may ask, see ``router.front.keys``; "" lets everybody in.
         tls_certificate, tls_key: files, in PEM, with which clients are spoken to by TLS; both or neither.
         tool_format: how the model writes calls of tools, a name in ``router.tool_format.TOOL_FORMATS``.
+        generation_config: "auto" takes the sampling defaults that the model was published with, "none" neutral ones.
         secret: what every worker must know; "" hears everybody.
         public: listen on an address that is not this machine's own though there are no keys.
 
@@ -80,6 +82,7 @@ class RouterConfig:
     tls_certificate: str = ""
     tls_key: str = ""
     tool_format: ToolFormat = "auto"
+    generation_config: GenerationConfig = "auto"
     secret: str = dataclasses.field(default="", repr=False)
 
     def __post_init__(self) -> None:
@@ -104,6 +107,9 @@ class RouterConfig:
         self._check("local_prefill", self.local_prefill in LOCAL_PREFILLS, f"one of {list(LOCAL_PREFILLS)}")
         self._check("local_prefill_tokens", 0 <= self.local_prefill_tokens <= 1 << 20, "in [0, 2**20]")
         self._check("tool_format", self.tool_format in TOOL_FORMATS, f"one of {list(TOOL_FORMATS)}")
+        self._check(
+            "generation_config", self.generation_config in GENERATION_CONFIGS, f"one of {list(GENERATION_CONFIGS)}"
+        )
         for field in (
             "worker_timeout",
             "step_age_bound",
