@@ -28,6 +28,7 @@ from decode_worker.step import Output, chunks_of
 from decode_worker.swaps import PATIENCE, Swaps
 from engine.block_pool import BlockPool
 from engine.pool_watch import PoolWatch
+from engine.step_watch import StepWatch
 from kv_transfer.transport import TransportConfig
 from protocol.curve import CurveKeys
 from protocol.errors import KVFerryError, Overloaded, Preempted, ProtocolError
@@ -98,7 +99,7 @@ class DecodeWorker:
         settings = runner.config
         self._max_model_len = runner.max_model_len
         self.pool = BlockPool(runner.num_blocks, settings.block_size, prefix_cache=settings.prefix_cache)
-        self._watch = PoolWatch(self.pool)
+        self._watch, self._step_watch = PoolWatch(self.pool), StepWatch(self.config.wedged_after)
         self._swaps = Swaps(runner.cache, runner.copies, self.config.preemption, self.config.swap_bytes, self._copied)
         resources.push_async_callback(self._swaps.close)
         guesses, rows = self.config.speculation, settings.max_sequences
@@ -197,7 +198,7 @@ class DecodeWorker:
             open_imports=imports.book.open_count,
             steps=self._stepper.steps,
             step_seconds=self._stepper.step_seconds,
-            step_age=self._stepper.age,
+            step_age=self._step_watch.age,
             cached_tokens=self._cached_tokens,
             decode_tokens=self._decode_tokens,
             kv_blocks=imports.kv_blocks,
@@ -343,6 +344,8 @@ class DecodeWorker:
                 self._preempt(sequence)
                 self._wake.set()  # what it had kept from others, at the head of the queue, they may have now
             self._watch.look(busy=not self._scheduler.idle, now=now)
+            busy = self._stepper.stepping or bool(self._scheduler.running)
+            self._step_watch.look(self._stepper.steps, busy=busy, now=now)
             self._swaps.look(busy=not self._scheduler.idle, now=now)
 
     # --- steps ----------------------------------------------------------------------------------------------------

@@ -25,14 +25,15 @@ class Stepper:
     Attributes:
         steps: forward steps finished.
         step_seconds: time spent in them.
+        stepping: whether one is under way.
     """
 
     def __init__(self, runner: ModelRunner, executor: ThreadPoolExecutor) -> None:
         self.runner = runner
         self.steps = 0
         self.step_seconds = 0.0
+        self.stepping = False
         self._executor = executor
-        self._entered: float | None = None
 
     @classmethod
     async def load(cls, config: EngineConfig, progress: Progress | None = None, *, decodes: bool = True) -> Stepper:
@@ -56,11 +57,6 @@ class Stepper:
             raise
         return cls(runner, executor)
 
-    @property
-    def age(self) -> float:
-        """Seconds that the step now running has taken; 0 between steps. A wedged engine shows here."""
-        return 0.0 if self._entered is None else time.monotonic() - self._entered
-
     async def execute(self, chunks: Sequence[Chunk], watch: LayerWatch | None = None) -> list[Draw | None]:
         """One forward step of the whole batch; see :meth:`ModelRunner.execute`.
 
@@ -71,7 +67,7 @@ class Stepper:
         Raises:
             EngineFailure: the step raised.
         """
-        self._entered = time.monotonic()
+        self.stepping, entered = True, time.monotonic()
         loop = asyncio.get_running_loop()
         if watch is not None:
             watch = LayerWatch(watch.every, partial(_tell_on, loop, watch.tell))
@@ -79,8 +75,8 @@ class Stepper:
             return await loop.run_in_executor(self._executor, self.runner.execute, chunks, watch)
         finally:
             self.steps += 1
-            self.step_seconds += time.monotonic() - self._entered
-            self._entered = None
+            self.stepping = False
+            self.step_seconds += time.monotonic() - entered
 
     def close(self) -> None:
         """Wait for the step under way and end the thread."""
