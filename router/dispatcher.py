@@ -25,9 +25,11 @@ from protocol.messages import (
     Reserve,
     Tokens,
 )
+from router.breaker import Breakers
 from router.forks import check_alike, fold
 from router.front.generation import Generation, GenerationReport
 from router.instructions import (
+    Blame,
     Emit,
     Fail,
     Instruction,
@@ -41,7 +43,7 @@ from router.instructions import (
 from router.mailbox import Mailbox
 from router.metrics import RouterMetrics
 from router.outstanding import Outstanding
-from router.policy import Demand, Snapshot, mismatch, place
+from router.policy import Demand, Placement, Snapshot, mismatch, place
 from router.registry import WorkerEvent, WorkerJoined, WorkerRegistry
 from router.request import RequestLimits, RequestMachine
 from router.request_table import RequestState
@@ -57,12 +59,14 @@ class LiveRequest:
     Attributes:
         machine: decides.
         mailbox: its reader's.
+        placement: where its latest attempt runs, or ran.
         answered: whether its first token was given out.
         charged_for: state and attempt that its workers are charged for.
     """
 
     machine: RequestMachine
     mailbox: Mailbox = field(default_factory=Mailbox)
+    placement: Placement | None = None
     answered: bool = False
     charged_for: tuple[RequestState, int] = (RequestState.QUEUED, 0)
 
@@ -76,6 +80,7 @@ class Dispatcher:
         limits: on each request.
         max_requests: live at once.
         registry: of the workers.
+        breakers: of the workers.
         metrics: counts what happens.
         send: queues a message for a worker by its hub identity; False when it cannot be reached.
     """
@@ -88,6 +93,7 @@ class Dispatcher:
         limits: RequestLimits,
         max_requests: int,
         registry: WorkerRegistry,
+        breakers: Breakers,
         metrics: RouterMetrics,
         send: Callable[[bytes, Message], bool],
     ) -> None:
@@ -96,6 +102,7 @@ class Dispatcher:
         self._limits = limits
         self._max_requests = max_requests
         self._registry = registry
+        self._breakers = breakers
         self._metrics = metrics
         self._send = send
         self._live: dict[str, LiveRequest] = {}
@@ -139,12 +146,13 @@ class Dispatcher:
         together = self._let_in(generations)
         wishes = [wish for live in together for wish in live.machine.submit(now) if isinstance(wish, NeedPlacement)]
         try:
-            placement = place(self._policy, self._snapshot(), Demand(wishes[0].needs_decode, turn=self._turn))
+            placement = self._choose(Demand(wishes[0].needs_decode, turn=self._turn), now)
         except NoWorkerAvailable as error:
             for live in together:
                 self._advance(live, live.machine.unplaced(error, now), now)
             return together
-        self._turn += 1
+        for live in together:
+            live.placement = placement
         first, *others = together
         opened = [live.machine.placed(placement, now, carried=live is not first) for live in together]
         for live in others:
@@ -201,6 +209,10 @@ class Dispatcher:
                 return False
         return True
 
+    def renewed(self, identity: bytes, now: float) -> None:
+        """A worker has a new connection in place of another one; what comes after this comes over it."""
+        self._workers_changed(self._registry.renewed(identity), now)
+
     def disconnected(self, identity: bytes, now: float) -> None:
         """A worker's connection has ended."""
         self._registry.disconnected(identity, now)
@@ -219,8 +231,8 @@ class Dispatcher:
             return error.message
         return None
 
-    def _snapshot(self) -> Snapshot:
-        return Snapshot(self._registry.workers(), self._outstanding.by_peer, self._model)
+    def _snapshot(self, barred: frozenset[Peer] = frozenset()) -> Snapshot:
+        return Snapshot(self._registry.workers(), self._outstanding.by_peer, self._model, barred)
 
     def _current(self, identity: bytes, key: RequestKey, *, leg_goes_on: bool) -> LiveRequest | None:
         live = self._live.get(key.request_id)
@@ -239,9 +251,12 @@ class Dispatcher:
             if isinstance(event, WorkerJoined):
                 if not event.returned:
                     self._report_mismatches(event.peer)
+                self._breakers.keep(worker.peer.name for worker in self._registry.workers())
                 for live in everything:
                     self._advance(live, live.machine.workers_changed(now), now)
             else:
+                # Once, however many requests it had: those of a machine that was restarted say nothing about the next.
+                self._blame(frozenset({event.peer}), event.reason, now)
                 for live in everything:
                     self._advance(live, live.machine.worker_lost(event.peer, event.reason, now), now)
 
@@ -298,6 +313,8 @@ class Dispatcher:
                         self._advance(each, each.machine.worker_lost(peer, "it cannot be reached", now), now)
             case SendCancel(peer, key, reason):
                 self._send_to(peer, Cancel(key=key, reason=reason))
+            case Blame(peers, cause):
+                self._blame(peers, cause.message, now)
             case Retry(cause, attempt):
                 self._metrics.retries.labels(cause.code).inc()
                 _log.info("request %s: attempt %d follows: %s", machine.request_id, attempt, cause.message)
@@ -316,12 +333,32 @@ class Dispatcher:
 
     def _place(self, live: LiveRequest, demand: Demand, now: float) -> None:
         try:
-            placement = place(self._policy, self._snapshot(), demand)
+            placement = self._choose(demand, now)
         except NoWorkerAvailable as error:
             self._advance(live, live.machine.unplaced(error, now), now)
             return
-        self._turn += 1
+        live.placement = placement
         self._advance(live, live.machine.placed(placement, now), now)
+
+    def _choose(self, demand: Demand, now: float) -> Placement:
+        placement = place(self._policy, self._snapshot(self._breakers.barred(now)), demand)
+        self._turn += 1
+        for worker in (placement.prefill, placement.decode):
+            if worker is not None:
+                self._breakers.chosen(worker.peer, now)
+        return placement
+
+    def _blame(self, peers: frozenset[Peer], reason: str, now: float) -> None:
+        for peer in self._breakers.failed(peers, reason, now):
+            _log.warning("worker %s gets no new work while another is there: %s", peer, reason)
+
+    def _credit(self, placement: Placement | None, stage: Stage, now: float) -> None:
+        """Both legs have done their part once decode has taken over; prefill alone where it is the only one."""
+        if placement is None or (stage is Stage.PREFILLED) != (placement.decode is None):
+            return
+        for worker in (placement.prefill, placement.decode):
+            if worker is not None and self._breakers.answered(worker.peer, now):
+                _log.info("worker %s serves again", worker.peer)
 
     def _emit(self, live: LiveRequest, emit: Emit, now: float) -> None:
         machine, metrics = live.machine, self._metrics
@@ -330,6 +367,7 @@ class Dispatcher:
             report = machine.timeline.report(machine.request_id, machine.attempt + 1, now)
             metrics.reached(emit.stage, report, first=not live.answered)
             live.answered = True
+            self._credit(live.placement, emit.stage, now)
         live.mailbox.put(emit.token_ids, emit.finish_reason, report, emit.logprobs, emit.prompt_logprobs)
         metrics.output_tokens.inc(len(emit.token_ids))
         if emit.finish_reason is not None:

@@ -23,11 +23,13 @@ class Snapshot:
         workers: all known workers, in a stable order.
         outstanding: this router's own unfinished work by worker: prompt tokens for prefill, sequences for decode.
         model: served name; workers of another one are left out.
+        barred: peers that get nothing while there are others.
     """
 
     workers: Sequence[Worker]
     outstanding: Mapping[Peer, int]
     model: str
+    barred: frozenset[Peer] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +108,8 @@ def place(policy: str, snapshot: Snapshot, demand: Demand) -> Placement:
         raise NoWorkerAvailable("no prefill worker is available")
     rank = POLICIES[policy]
 
-    def avoided(worker: Worker) -> bool:
-        return worker.peer in demand.excluded
+    def avoided(worker: Worker) -> tuple[bool, bool]:
+        return worker.peer in snapshot.barred, worker.peer in demand.excluded
 
     ranked_prefill = sorted(rank(prefill, snapshot.outstanding, demand.turn), key=avoided)
     if not demand.needs_decode:

@@ -31,8 +31,10 @@ from protocol.errors import (
 from protocol.ids import Peer, RequestKey
 from protocol.messages import MAX_TEXT, MAX_TOKENS, Failed, Prefill, PrefillAddress, PromptLogprobs, Reserve, Tokens
 from router.admission import check_generation
+from router.breaker import is_fault
 from router.front.generation import Generation
 from router.instructions import (
+    Blame,
     Emit,
     Fail,
     Instruction,
@@ -257,7 +259,8 @@ class RequestMachine:
         error = message.error.to_error()
         # A transfer takes two; which of them is at fault, nobody can tell from here.
         culprits = {prefill, decode} if isinstance(error, TransferError) else {sender}
-        return self._set_back(error, culprits, now, mendable=error.retryable)
+        blame = [Blame(frozenset(filter(None, culprits)), error)] if is_fault(error) else []
+        return [*blame, *self._set_back(error, culprits, now, mendable=error.retryable)]
 
     def worker_lost(self, peer: Peer, reason: str, now: float) -> list[Instruction]:
         """A worker is gone."""
@@ -351,8 +354,8 @@ class RequestMachine:
     def _stalled(self, now: float) -> list[Instruction]:
         _, decode = self._legs()
         assert decode is not None, "only a decode worker's silence is timed"
-        silent = f"worker {decode.name} sent no token for {self._limits.stall_timeout:g} s"
-        return self._set_back(WorkerLost(silent), {decode}, now, mendable=True)
+        silent = WorkerLost(f"worker {decode.name} sent no token for {self._limits.stall_timeout:g} s")
+        return [Blame(frozenset({decode}), silent), *self._set_back(silent, {decode}, now, mendable=True)]
 
     def _set_back(
         self, cause: KVFerryError, culprits: Collection[Peer | None], now: float, *, mendable: bool
