@@ -110,6 +110,8 @@ class Dispatcher:
         self._turn = 0
         self._work: deque[tuple[LiveRequest, Instruction]] = deque()
         self._working = False
+        # Of all requests; a token moves its own on and leaves this, so that thousands of streams cost no more than one.
+        self._deadline = float("inf")
 
     @property
     def live_requests(self) -> int:
@@ -118,8 +120,8 @@ class Dispatcher:
 
     @property
     def deadline(self) -> float:
-        """When ``tick`` next has something to do for a request; infinite when never."""
-        return min((live.machine.deadline for live in self._live.values()), default=float("inf"))
+        """Before that ``tick`` has nothing to do for any request; infinite when there is none."""
+        return self._deadline
 
     def admit(self, generation: Generation, now: float) -> LiveRequest:
         """Let a request in and start its first attempt.
@@ -220,8 +222,13 @@ class Dispatcher:
     def tick(self, now: float) -> None:
         """Time passed."""
         self._workers_changed(self._registry.tick(now), now)
-        for live in [live for live in self._live.values() if live.machine.deadline <= now]:
-            self._guarded(live, now, live.machine.tick, now)
+        if now < self._deadline:
+            return
+        self._deadline = float("inf")
+        for live in list(self._live.values()):
+            if live.machine.deadline <= now:
+                self._guarded(live, now, live.machine.tick, now)
+            self._note_deadline(live)
 
     def can_place(self) -> str | None:
         """Why a new request would find no pair of workers, or None when it would find one."""
@@ -375,12 +382,17 @@ class Dispatcher:
             metrics.paced(machine.timeline, machine.emitted, now)
             metrics.e2e.observe(now - machine.timeline.submitted)
 
+    def _note_deadline(self, live: LiveRequest) -> None:
+        if not live.machine.ended:
+            self._deadline = min(self._deadline, live.machine.deadline)
+
     def _settle_accounts(self, live: LiveRequest) -> None:
         machine = live.machine
         if machine.ended:
             if self._live.pop(machine.request_id, None) is not None:
                 self._outstanding.charge(machine.request_id, {})
             return
+        self._note_deadline(live)
         current = (machine.state, machine.attempt)
         if current != live.charged_for:
             live.charged_for = current
