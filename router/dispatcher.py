@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import ParamSpec
 
 from protocol.errors import InvariantViolation, KVFerryError, NoWorkerAvailable, Overloaded
@@ -40,7 +39,7 @@ from router.instructions import (
     SendReserve,
     Stage,
 )
-from router.mailbox import Mailbox
+from router.live_request import LiveRequest
 from router.metrics import RouterMetrics
 from router.outstanding import Outstanding
 from router.policy import Demand, Placement, Snapshot, mismatch, place
@@ -50,25 +49,6 @@ from router.request_table import RequestState
 
 _log = logging.getLogger(__name__)
 P = ParamSpec("P")
-
-
-@dataclass(slots=True, eq=False)
-class LiveRequest:
-    """One live request.
-
-    Attributes:
-        machine: decides.
-        mailbox: its reader's.
-        placement: where its latest attempt runs, or ran.
-        answered: whether its first token was given out.
-        charged_for: state and attempt that its workers are charged for.
-    """
-
-    machine: RequestMachine
-    mailbox: Mailbox = field(default_factory=Mailbox)
-    placement: Placement | None = None
-    answered: bool = False
-    charged_for: tuple[RequestState, int] = (RequestState.QUEUED, 0)
 
 
 class Dispatcher:

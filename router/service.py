@@ -25,8 +25,9 @@ from protocol.messages import Message
 from protocol.sockets import Hub
 from router.breaker import BreakerLimits, Breakers, BreakerView
 from router.config import RouterConfig
-from router.dispatcher import Dispatcher, LiveRequest
+from router.dispatcher import Dispatcher
 from router.front.generation import Generation, Output, ServiceHealth
+from router.live_request import LiveRequest
 from router.metrics import RouterMetrics
 from router.registry import Worker, WorkerRegistry
 from router.request import RequestLimits
