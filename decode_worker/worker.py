@@ -344,8 +344,7 @@ class DecodeWorker:
                 self._preempt(sequence)
                 self._wake.set()  # what it had kept from others, at the head of the queue, they may have now
             self._watch.look(busy=not self._scheduler.idle, now=now)
-            busy = self._stepper.stepping or bool(self._scheduler.running)
-            self._step_watch.look(self._stepper.steps, busy=busy, now=now)
+            self._step_watch.look(busy=bool(self._scheduler.running), now=now)
             self._swaps.look(busy=not self._scheduler.idle, now=now)
 
     # --- steps ----------------------------------------------------------------------------------------------------
@@ -363,7 +362,8 @@ class DecodeWorker:
                 await self._wake.wait()
                 continue
             try:
-                draws = await self._stepper.execute(chunks_of(step.sequences))
+                with self._step_watch.step():
+                    draws = await self._stepper.execute(chunks_of(step.sequences))
             except KVFerryError as error:
                 logger.exception("a decode step failed")
                 for sequence in self._scheduler.fail_step():

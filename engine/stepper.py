@@ -25,14 +25,12 @@ class Stepper:
     Attributes:
         steps: forward steps finished.
         step_seconds: time spent in them.
-        stepping: whether one is under way.
     """
 
     def __init__(self, runner: ModelRunner, executor: ThreadPoolExecutor) -> None:
         self.runner = runner
         self.steps = 0
         self.step_seconds = 0.0
-        self.stepping = False
         self._executor = executor
 
     @classmethod
@@ -67,7 +65,7 @@ class Stepper:
         Raises:
             EngineFailure: the step raised.
         """
-        self.stepping, entered = True, time.monotonic()
+        entered = time.monotonic()
         loop = asyncio.get_running_loop()
         if watch is not None:
             watch = LayerWatch(watch.every, partial(_tell_on, loop, watch.tell))
@@ -75,7 +73,6 @@ class Stepper:
             return await loop.run_in_executor(self._executor, self.runner.execute, chunks, watch)
         finally:
             self.steps += 1
-            self.stepping = False
             self.step_seconds += time.monotonic() - entered
 
     def close(self) -> None:

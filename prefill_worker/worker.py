@@ -305,7 +305,7 @@ class PrefillWorker:
             self._unblock(time.monotonic())
             now, running = time.monotonic(), self._scheduler.running
             self._watch.look(busy=bool(running or self._scheduler.waiting), now=now)
-            self._step_watch.look(self._stepper.steps, busy=bool(running) or self._stepper.stepping, now=now)
+            self._step_watch.look(busy=bool(running), now=now)
 
     def _unblock(self, now: float) -> None:
         """Break a ring: leases here wait for room there, while room there waits for a prompt that has no room here.
@@ -335,7 +335,8 @@ class PrefillWorker:
                 continue
             try:
                 early = self._shipped_by_layers(step)
-                draws = await self._execute(step, early)
+                with self._step_watch.step():
+                    draws = await self._execute(step, early)
             except KVFerryError as error:
                 logger.exception("a prefill step failed")
                 for prompt in self._scheduler.fail_step():
