@@ -40,11 +40,13 @@ from router.instructions import (
     Stage,
 )
 from router.live_request import LiveRequest
+from router.local_prefill import LocalPrefillRule, decide
 from router.metrics import RouterMetrics
 from router.outstanding import Outstanding
-from router.policy import Demand, Placement, Snapshot, mismatch, place
+from router.policy import Demand, Placement, Snapshot, mismatch
 from router.registry import WorkerEvent, WorkerJoined, WorkerRegistry
-from router.request import RequestLimits, RequestMachine
+from router.request import RequestMachine
+from router.request_limits import RequestLimits
 from router.request_table import RequestState
 
 _log = logging.getLogger(__name__)
@@ -57,6 +59,7 @@ class Dispatcher:
     Args:
         model: served name.
         policy: name of the placement policy.
+        local_prefill: when prompts stay on the decode worker.
         limits: on each request.
         max_requests: live at once.
         registry: of the workers.
@@ -70,6 +73,7 @@ class Dispatcher:
         *,
         model: str,
         policy: str,
+        local_prefill: LocalPrefillRule,
         limits: RequestLimits,
         max_requests: int,
         registry: WorkerRegistry,
@@ -79,6 +83,7 @@ class Dispatcher:
     ) -> None:
         self._model = model
         self._policy = policy
+        self._local_prefill = local_prefill
         self._limits = limits
         self._max_requests = max_requests
         self._registry = registry
@@ -126,9 +131,10 @@ class Dispatcher:
         """
         check_alike(generations)
         together = self._let_in(generations)
+        tokens = together[0].machine.prompt_tokens
         wishes = [wish for live in together for wish in live.machine.submit(now) if isinstance(wish, NeedPlacement)]
         try:
-            placement = self._choose(Demand(wishes[0].needs_decode, turn=self._turn), now)
+            placement = self._choose(Demand(wishes[0].needs_decode, turn=self._turn, prompt_tokens=tokens), now)
         except NoWorkerAvailable as error:
             for live in together:
                 self._advance(live, live.machine.unplaced(error, now), now)
@@ -213,13 +219,14 @@ class Dispatcher:
     def can_place(self) -> str | None:
         """Why a new request would find no pair of workers, or None when it would find one."""
         try:
-            place(self._policy, self._snapshot(), Demand(needs_decode=True))
+            self._decide(Demand(needs_decode=True))
         except NoWorkerAvailable as error:
             return error.message
         return None
 
-    def _snapshot(self, barred: frozenset[Peer] = frozenset()) -> Snapshot:
-        return Snapshot(self._registry.workers(), self._outstanding.by_peer, self._model, barred)
+    def _decide(self, demand: Demand, barred: frozenset[Peer] = frozenset()) -> Placement:
+        snapshot = Snapshot(self._registry.workers(), self._outstanding.by_peer, self._model, barred)
+        return decide(self._policy, snapshot, demand, self._local_prefill)
 
     def _current(self, identity: bytes, key: RequestKey, *, leg_goes_on: bool) -> LiveRequest | None:
         live = self._live.get(key.request_id)
@@ -291,7 +298,7 @@ class Dispatcher:
                 self._emit(live, instruction, now)
             case NeedPlacement(needs_decode, excluded):
                 if machine.state is RequestState.QUEUED:
-                    self._place(live, Demand(needs_decode, excluded, self._turn), now)
+                    self._place(live, Demand(needs_decode, excluded, self._turn, machine.prompt_tokens), now)
             case SendReserve(peer, message) | SendPrefill(peer, message):
                 # An attempt that ended while its messages waited here is not opened any more.
                 if machine.key == message.key and not machine.ended and not self._send_to(peer, message):
@@ -328,11 +335,10 @@ class Dispatcher:
         self._advance(live, live.machine.placed(placement, now), now)
 
     def _choose(self, demand: Demand, now: float) -> Placement:
-        placement = place(self._policy, self._snapshot(self._breakers.barred(now)), demand)
+        placement = self._decide(demand, self._breakers.barred(now))
         self._turn += 1
-        for worker in (placement.prefill, placement.decode):
-            if worker is not None:
-                self._breakers.chosen(worker.peer, now)
+        for peer in placement.peers:
+            self._breakers.chosen(peer, now)
         return placement
 
     def _blame(self, peers: frozenset[Peer], reason: str, now: float) -> None:
@@ -343,9 +349,9 @@ class Dispatcher:
         """Both legs have done their part once decode has taken over; prefill alone where it is the only one."""
         if placement is None or (stage is Stage.PREFILLED) != (placement.decode is None):
             return
-        for worker in (placement.prefill, placement.decode):
-            if worker is not None and self._breakers.answered(worker.peer, now):
-                _log.info("worker %s serves again", worker.peer)
+        for peer in placement.peers:
+            if self._breakers.answered(peer, now):
+                _log.info("worker %s serves again", peer)
 
     def _emit(self, live: LiveRequest, emit: Emit, now: float) -> None:
         machine, metrics = live.machine, self._metrics

@@ -28,9 +28,10 @@ from router.config import RouterConfig
 from router.dispatcher import Dispatcher
 from router.front.generation import Generation, Output, ServiceHealth
 from router.live_request import LiveRequest
+from router.local_prefill import LocalPrefillRule
 from router.metrics import RouterMetrics
 from router.registry import Worker, WorkerRegistry
-from router.request import RequestLimits
+from router.request_limits import RequestLimits
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class Service:
         self._dispatcher = Dispatcher(
             model=config.model,
             policy=config.policy,
+            local_prefill=LocalPrefillRule(config.local_prefill, config.local_prefill_tokens),
             limits=RequestLimits(
                 max_attempts=config.max_attempts,
                 worker_wait=config.worker_wait,

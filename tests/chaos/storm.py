@@ -66,7 +66,7 @@ class Storm:
         self._client = client
         self._fleet = fleet
         self._links = links
-        self._short_of_a_role = 0.0
+        self._none_left = 0.0
 
     async def seeded(self, prompt: tuple[int, ...], tokens: int, seed: int) -> Script:
         """What a sampled request gets in fair weather is what it must get in foul."""
@@ -101,7 +101,7 @@ class Storm:
         except TimeoutError:
             raise AssertionError(f"a stream hangs with {len(text)} of {len(script.truth)} characters") from None
         except NoWorkerAvailable as error:
-            if self._short_of_a_role < began:
+            if self._none_left < began:
                 raise AssertionError(f"there were workers all the time: {error.message}") from error
             self.ended["no worker was left"] += 1
             return
@@ -139,11 +139,10 @@ class Storm:
         assert self._server.service.cluster()["live_requests"] == 0
 
     async def _watch(self) -> None:
-        """Remember when there was last no worker of a role."""
+        """Remember when a new request last found no workers."""
         while True:
-            health = self._server.service.health()
-            if not (health.prefill_workers and health.decode_workers):
-                self._short_of_a_role = time.monotonic()
+            if not self._server.service.health().ready:
+                self._none_left = time.monotonic()
             await asyncio.sleep(LOOK)
 
     # --- faults ----------------------------------------------------------------------------------------------------
