@@ -65,8 +65,6 @@ class ServiceActor:
         self._process = Phase(name="process", seconds=process_age())
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         self._order = msgspec.json.decode(order, type=ActorOrder)
-        # Here, and not in a runtime environment of Ray's: an agent would have to come up first and make that.
-        os.environ.update(self._order.environment())
         self._address = ray.util.get_node_ip_address()
         context = ray.get_runtime_context()
         self._restarted = bool(context.was_current_actor_reconstructed)
@@ -186,6 +184,7 @@ def create_actor(ray: Any, order: ActorOrder) -> Any:
         "num_gpus": order.gpus,
         "max_restarts": -1,
         "max_concurrency": MAX_CALLS,
+        "runtime_env": {"env_vars": order.environment()},
     }
     if order.role == "router":
         here = ray.get_runtime_context().get_node_id()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 import time
 
 from rich.console import Console
@@ -66,9 +64,3 @@ def test_what_is_to_be_said_of_a_step_is_printed_on_its_line() -> None:
         Step(actor="decode-0", stage="ready", fraction=1.0, detail="1.2 s (process 1.00, weights 0.25, warm-up 0.5)")
     )
     assert out.getvalue().endswith("s] decode-0     ready: 1.2 s (process 1.00, weights 0.25, warm-up 0.5)\n")
-
-
-def test_an_actor_sets_its_variables_before_any_numeric_library_is_there() -> None:
-    loaded = "import ray, cluster.actors, sys; print([name for name in ('numpy', 'torch') if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, timeout=120.0, check=True)
-    assert done.stdout.strip() == "[]"
