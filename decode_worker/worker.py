@@ -1,7 +1,8 @@
 """The decode worker: an event loop around the scheduler, the imports and one engine thread.
 
 Life cycle: made (cheap: no model, no socket) -> :meth:`DecodeWorker.start` loads the model, binds, announces itself
--> serves until :meth:`DecodeWorker.stop`. A fatal error of a loop of ours ends :meth:`DecodeWorker.wait` with it.
+-> serves until :meth:`DecodeWorker.stop`. A fatal error of a loop of ours ends :meth:`DecodeWorker.wait` with it, and
+:meth:`DecodeWorker.drain` lets it end once all is finished, as :mod:`protocol.departure` has it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import msgspec
 import zmq.asyncio
 
 from decode_worker.config import DecodeConfig
+from decode_worker.counters import Counters
 from decode_worker.imports import Imports
 from decode_worker.peers import PrefillPeers
 from decode_worker.reception import Reception
@@ -30,7 +32,8 @@ from engine.block_pool import BlockPool
 from engine.pool_watch import PoolWatch
 from kv_transfer.transport import TransportConfig
 from protocol.curve import CurveKeys
-from protocol.errors import KVFerryError, Overloaded, Preempted, ProtocolError
+from protocol.departure import Leaver
+from protocol.errors import KVFerryError, Overloaded, Preempted, ProtocolError, WorkerDraining, WorkerError
 from protocol.forks import Fork, ForkBook
 from protocol.ids import Peer, RequestKey
 from protocol.loops import Loops
@@ -67,13 +70,13 @@ class DecodeWorker:
 
     def __init__(self, config: DecodeConfig) -> None:
         self.config = config
-        self.me = Peer(config.name, time.time_ns())
+        self.me = Peer(config.name, config.incarnation or time.time_ns())
         self.ready = False
         self.profile: WorkerProfile | None = None
         self._loops = Loops()
         self._forks = ForkBook()
         self._wake = asyncio.Event()
-        self._decode_tokens = self._decode_turns = self._cached_tokens = self._preemptions = self._failures = 0
+        self._counters = Counters()
 
     async def start(self, progress: Callable[[str, float], None] | None = None) -> None:
         """Load the model, bind the sockets, and begin to serve.
@@ -169,15 +172,22 @@ class DecodeWorker:
             keys=keys,
         )
         resources.push_async_callback(self._link.close)
+        self._leaver = Leaver(
+            self.config.name, idle=self._idle, hand_back=self._hand_back, announce=self._link.announce
+        )
         self._link.start()
-        self._loops.watch(*self._link.tasks, self._peers.broken)
+        self._loops.watch(*self._link.tasks, self._peers.broken, self._leaver.left)
         resources.push_async_callback(self._loops.stop)
         self._loops.start("steps", self._steps())
         self._loops.start("ticks", self._ticks())
 
     async def wait(self) -> None:
-        """Return once stopped; raise what ended a loop of ours before that."""
+        """Return once stopped, or drained; raise what ended a loop of ours before that."""
         await self._loops.wait()
+
+    def drain(self, timeout: float) -> None:
+        """Take no new work, finish what there is within ``timeout`` seconds, and hand back the rest."""
+        self._leaver.begin(timeout)
 
     async def stop(self) -> None:
         """Stop serving; every block, thread and socket is given back."""
@@ -188,31 +198,8 @@ class DecodeWorker:
 
     def load(self) -> WorkerLoad:
         """What it is doing now."""
-        imports, pool, speculator = self._imports, self.pool.counts(), self._speculator
-        return WorkerLoad(
-            pool=pool,
-            waiting=self._scheduler.waiting,
-            waiting_tokens=self._scheduler.waiting_tokens,
-            running=self._scheduler.running,
-            open_imports=imports.book.open_count,
-            steps=self._stepper.steps,
-            step_seconds=self._stepper.step_seconds,
-            step_age=self._stepper.age,
-            cached_tokens=self._cached_tokens,
-            decode_tokens=self._decode_tokens,
-            kv_blocks=imports.kv_blocks,
-            kv_bytes=imports.kv_bytes,
-            kv_seconds=imports.kv_seconds,
-            preemptions=self._preemptions,
-            failures=self._failures,
-            swaps=self._swaps.saved,
-            swapped_blocks=self._swaps.book.used,
-            used_slots=pool.used * self.pool.block_size,
-            empty_slots=self._scheduler.empty_slots,
-            decode_turns=self._decode_turns,
-            draft_tokens=0 if speculator is None else speculator.drafted,
-            accepted_tokens=0 if speculator is None else speculator.accepted,
-        )
+        parts = (self.pool, self._stepper, self._scheduler, self._imports, self._swaps, self._speculator)
+        return self._counters.load(*parts, draining=self._leaver.leaving)
 
     def transfer(self) -> TransferCounts:
         """What it has counted of its handoffs."""
@@ -251,6 +238,7 @@ class DecodeWorker:
             return
         runner = self._stepper.runner
         error = refusal(request, self._max_model_len, runner.vocab_size) or runner.grammars.refusal(request.sampling)
+        error = error or self._leaver.refusal()
         if error is None and self._scheduler.waiting >= self.config.max_waiting:
             error = Overloaded(f"{self._scheduler.waiting} requests wait, {self.config.max_waiting} are allowed")
         self._forks.open(request.key, request.forks)
@@ -277,7 +265,7 @@ class DecodeWorker:
             if sequence.tracker.state is SequenceState.SWAPPING_IN:
                 self._swaps.restore(sequence)
                 continue
-            self._cached_tokens += sequence.cached_blocks * self.pool.block_size
+            self._counters.cached_tokens += sequence.cached_blocks * self.pool.block_size
             sequence.times = StageTimes(
                 reserve_wait=now - sequence.arrived, decode_cached_blocks=sequence.cached_blocks
             )
@@ -330,7 +318,7 @@ class DecodeWorker:
 
     def _fail(self, router: Peer, first: RequestKey, error: ErrorInfo) -> None:
         for key in self._forks.close(first):
-            self._failures += 1
+            self._counters.failures += 1
             self._link.send(router, Failed(key=key, error=error))
 
     async def _ticks(self) -> None:
@@ -344,6 +332,7 @@ class DecodeWorker:
                 self._wake.set()  # what it had kept from others, at the head of the queue, they may have now
             self._watch.look(busy=not self._scheduler.idle, now=now)
             self._swaps.look(busy=not self._scheduler.idle, now=now)
+            self._leaver.tick()
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
@@ -367,8 +356,8 @@ class DecodeWorker:
                     self._fail(sequence.router, sequence.key, ErrorInfo.of(error))
                 continue
             for output in self._scheduler.complete_step(draws):
-                self._decode_turns += 1
-                self._decode_tokens += len(output.draws)
+                self._counters.decode_turns += 1
+                self._counters.decode_tokens += len(output.draws)
                 self._emit(output)
 
     def _copied(self, sequence: Sequence, error: KVFerryError | None) -> None:
@@ -379,11 +368,24 @@ class DecodeWorker:
         self._wake.set()
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._preemptions += 1
+        self._give_back(sequence, Preempted("the block pool is full; older requests go first"))
+
+    def _give_back(self, sequence: Sequence, error: WorkerError) -> None:
+        self._counters.preemptions += 1
         self._imports.cancel(sequence.key)
-        error = ErrorInfo.of(Preempted("the block pool is full; older requests go first"))
         for key in self._forks.close(sequence.key):
-            self._link.send(sequence.router, Failed(key=key, error=error))
+            self._link.send(sequence.router, Failed(key=key, error=ErrorInfo.of(error)))
+
+    def _idle(self) -> bool:
+        scheduler = self._scheduler
+        return scheduler.idle and not (scheduler.waiting or self._imports.book.open_count or self.pool.counts().used)
+
+    def _hand_back(self) -> None:
+        for key in sorted(self._scheduler.keys()):
+            sequence = self._scheduler.drop(key)
+            if sequence is not None:
+                self._give_back(sequence, WorkerDraining(f"{self.me.name} leaves, and its time is up"))
+        self._wake.set()
 
     def _emit(self, output: Output) -> None:
         sequence = output.sequence

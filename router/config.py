@@ -42,6 +42,7 @@ class RouterConfig:
         tls_certificate, tls_key: files, in PEM, with which clients are spoken to by TLS; both or neither.
         tool_format: how the model writes calls of tools, a name in ``router.tool_format.TOOL_FORMATS``.
         secret: what every worker must know; "" hears everybody.
+        incarnation: of this life of the name, higher than that of the life before; 0 takes the clock.
         public: listen on an address that is not this machine's own though there are no keys.
 
     Raises:
@@ -75,6 +76,7 @@ class RouterConfig:
     tls_key: str = ""
     tool_format: ToolFormat = "auto"
     secret: str = dataclasses.field(default="", repr=False)
+    incarnation: int = 0
 
     def __post_init__(self) -> None:
         for field in ("model", "tokenizer", "host"):
@@ -94,6 +96,7 @@ class RouterConfig:
         for field, other in (("tls_certificate", "tls_key"), ("tls_key", "tls_certificate")):
             if getattr(self, other) and not getattr(self, field):
                 raise ConfigError(f"{field} must be given with {other}", field=field)
+        self._check("incarnation", 0 <= self.incarnation < 1 << 63, "in [0, 2**63)")
         self._check("policy", self.policy in POLICIES, f"one of {sorted(POLICIES)}")
         self._check("tool_format", self.tool_format in TOOL_FORMATS, f"one of {list(TOOL_FORMATS)}")
         for field in (

@@ -26,6 +26,7 @@ from protocol.errors import (
     NoWorkerAvailable,
     Preempted,
     TransferError,
+    WorkerDraining,
     WorkerLost,
 )
 from protocol.ids import Peer, RequestKey
@@ -359,7 +360,7 @@ class RequestMachine:
     ) -> list[Instruction]:
         if not mendable:
             return self._fail(cause)
-        counted = not isinstance(cause, Preempted)
+        counted = not isinstance(cause, Preempted | WorkerDraining)
         self._failures += counted
         if self._failures >= self._limits.max_attempts or self.attempt == MAX_ATTEMPT:
             tried = f"{self.attempt + 1} attempts failed; the last with {cause.code}: {cause.message}"
@@ -369,7 +370,7 @@ class RequestMachine:
         self.attempt += 1
         self._setbacks += 1
         self._last_cause = cause
-        if counted:
+        if not isinstance(cause, Preempted):
             self._excluded |= {peer for peer in culprits if peer is not None}
         out.append(Retry(cause, self.attempt))
         if self.prompt_tokens > MAX_TOKENS:
