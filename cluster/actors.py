@@ -71,8 +71,12 @@ class ServiceActor:
 
     def __new__(cls, *_: object) -> Self:
         """Made on the process's main thread, the only one that may take a signal; ``__init__`` is called on another."""
+        import ray
+
         actor = super().__new__(cls)
-        signal.signal(signal.SIGTERM, lambda *_: actor.terminated())
+        # Whoever places an actor makes an object too, of a class that Ray mixes from this one and its own.
+        if not issubclass(cls, ray.actor.ActorClass):
+            signal.signal(signal.SIGTERM, lambda *_: actor.terminated())
         return actor
 
     def __init__(self, order: bytes) -> None:

@@ -253,13 +253,13 @@ class Supervisor:
                     fraction=0.0 if status is None else status.fraction,
                     error=member.error,
                     incarnation=member.record.incarnation,
-                    outdated=member.record.revision < record.revision,
+                    outdated=member.record.role != "router" and member.record.revision < record.revision,
                 )
             )
         return SupervisorReport(
             begun=True,
             settled=self._supervision.settled,
-            wanted={**record.wanted},
+            wanted={str(role): count for role, count in record.wanted.items()},
             members=tuple(members),
             pid=os.getpid(),
         )

@@ -110,7 +110,9 @@ def fleet(tiny_llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         scale=ScaleSection(drain_timeout=30.0),
         ray=RaySection(cpus=2, start_timeout=120.0),
     )
+    handler = signal.getsignal(signal.SIGTERM)
     state = up(config, store=store)
+    assert signal.getsignal(signal.SIGTERM) is handler, "the workers take theirs, not who places them"
     before = os.environ.get("KVFERRY_STATE_DIR")
     os.environ["KVFERRY_STATE_DIR"] = str(folder)
     try:
@@ -126,6 +128,7 @@ def fleet(tiny_llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 class TestUnderLoad:
     """In this order: each leaves the cluster as the next one takes it."""
 
