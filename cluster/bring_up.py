@@ -127,6 +127,8 @@ class _BringUp:
                 routers=workers[0].routers,
                 secret=secret,
             )
+            # A cluster of this name that was not brought down in order would have left one.
+            remove_record(config.name)
             supervisor = create_supervisor(ray, order)
             self._await(ray, handles, node)
             self._await_router()

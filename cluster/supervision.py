@@ -245,9 +245,15 @@ class Supervision:
             elif name not in self._asked:
                 self._asked.add(name)
                 out.append(Drain(name, member.record.drain_timeout))
-            elif now - member.since > member.record.drain_timeout + KILL_AFTER_SECONDS:
+            elif now - member.since > self._patience(member):
                 out.append(Kill(name))
         return out
+
+    @staticmethod
+    def _patience(member: Member) -> float:
+        if member.seen is Sight.PLACING:
+            return NO_ROOM_SECONDS  # nobody hears what it is asked
+        return member.record.drain_timeout + KILL_AFTER_SECONDS
 
     def _make(self, now: float) -> list[Instruction]:
         out: list[Instruction] = []

@@ -21,7 +21,7 @@ from namespaces import PATH, Host, Lan
 ROOT = Path(__file__).parents[1]
 PROGRAM = Path(__file__).with_name("machine_init.py")
 READY_SECONDS = 20.0
-NEEDED = ("sshd", "ssh", "ssh-keygen", "rsync", "unshare", "nsenter")
+NEEDED = ("sshd", "ssh", "ssh-keygen", "rsync", "unshare", "nsenter", "setpriv")
 
 
 def missing() -> list[str]:
@@ -91,6 +91,8 @@ def machines(folder: Path, lan: Lan, *logged_in_to: str, kept: tuple[Path, ...] 
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_UP_enable_autoscaler_v2": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        # Of a node whose agents need longer Ray gives up; these share few cores.
+        "RAY_agent_register_timeout_ms": "120000",
     }
     everywhere = {folder, ROOT, Path(sys.prefix), Path(sys.base_prefix), *kept}
     everywhere |= {Path(found(name)).resolve().parents[1] for name in ("sshd", "rsync")}
@@ -110,7 +112,20 @@ def machines(folder: Path, lan: Lan, *logged_in_to: str, kept: tuple[Path, ...] 
                 "ready": str(folder / f"{name}.ready"),
             }
             (folder / f"{name}.json").write_text(json.dumps(plan))
-            words = (found("unshare"), "-m", "-p", "-f", "-u", "--kill-child", "--mount-proc", sys.executable)
+            # However this process ends, the machine ends with it.
+            words = (
+                found("setpriv"),
+                "--pdeathsig",
+                "KILL",
+                found("unshare"),
+                "-m",
+                "-p",
+                "-f",
+                "-u",
+                "--kill-child",
+                "--mount-proc",
+                sys.executable,
+            )
             command = host.command(*words, str(PROGRAM), str(folder / f"{name}.json"))
             process = subprocess.Popen(command, env=environment, start_new_session=True)
             stack.callback(_end, process)

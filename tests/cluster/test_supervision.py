@@ -201,6 +201,21 @@ def test_one_that_does_not_leave_in_time_is_ended() -> None:
     assert "prefill-0" not in world.alive
 
 
+def test_one_that_found_no_room_is_given_up_without_being_asked() -> None:
+    world = World(1, 1, room=3)
+    world.settle()
+    world.supervision.scale({"decode": 2})
+    for _ in range(3):
+        world.turn()
+    assert world.seen["decode-1"] is Sight.PLACING
+    world.stubborn.add("decode-1")
+    world.supervision.scale({"decode": 1})
+    world.turn()
+    world.turn(NO_ROOM_SECONDS)
+    world.settle()
+    assert world.names() == ["decode-0", "prefill-0", "router-0"]
+
+
 def test_the_last_that_serves_stays() -> None:
     world = World(2)
     world.settle()
