@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +169,8 @@ class _BringUp:
             if calls and time.monotonic() > self._deadline:
                 late = ", ".join(f"{name} ({last[name]})" for name in sorted(calls.values()))
                 hint = f"; Ray has {ray.available_resources()} left" if "placing" in late else ""
+                # What has no process yet would not hear that it is to stop in good order.
+                _kill(ray, {name: handles[name] for name in {*calls.values()} - {*self._pids}}, self._state)
                 raise StartFailed(f"not ready within {self._config.ray.start_timeout:g} s: {late}{hint}")
             if calls:
                 time.sleep(POLL_SECONDS)
@@ -243,10 +244,9 @@ def _stop_actors(state: ClusterState, node: NodeState, progress: Progress) -> No
         # The supervisor first, and at once: what is stopped from here on shall not come back.
         supervisor = _find(ray, SUPERVISOR_NAME)
         if supervisor is not None:
-            ray.kill(supervisor, no_restart=True)
-            _await_gone(ray, [SUPERVISOR_NAME], state.name)
+            _kill(ray, {SUPERVISOR_NAME: supervisor}, state)
         remove_record(state.name)
-        names = {*state.actors, *(name for name in ray.util.list_named_actors() if is_member(name))}
+        names = dict.fromkeys([*state.actors, *filter(is_member, ray.util.list_named_actors())])
         handles = {name: handle for name in names if (handle := _find(ray, name)) is not None}
         # The router first: with it gone no new request comes in.
         for group in ([ROUTER_NAME], [name for name in handles if name != ROUTER_NAME]):
@@ -255,16 +255,17 @@ def _stop_actors(state: ClusterState, node: NodeState, progress: Progress) -> No
                 progress(Step(actor=name, stage="stopping"))
             if asked:
                 ray.wait(asked, num_returns=len(asked), timeout=STOP_SECONDS)
-        for handle in handles.values():
-            ray.kill(handle, no_restart=True)
-        _await_gone(ray, handles, state.name)
+        _kill(ray, handles, state)
 
 
-def _await_gone(ray: Any, handles: Iterable[str], cluster: str) -> None:
+def _kill(ray: Any, handles: dict[str, Any], state: ClusterState) -> None:
+    """Kill actors, and wait until Ray has forgotten their names."""
+    for handle in handles.values():
+        ray.kill(handle, no_restart=True)
     deadline = time.monotonic() + STOP_SECONDS
     while any(_find(ray, name) is not None for name in handles):
         if time.monotonic() > deadline:
-            raise ClusterError(f"Ray still lists actors of cluster {cluster!r}")
+            raise ClusterError(f"Ray still lists actors of cluster {state.name!r}")
         time.sleep(POLL_SECONDS)
 
 
