@@ -17,22 +17,8 @@ from protocol.errors import ConfigError
 from router.front.keys import hash_of, read_keys
 
 COMMANDS = (
-    *(
-        "up",
-        "status",
-        "scale",
-        "drain",
-        "restart",
-        "logs",
-        "down",
-        "complete",
-        "chat",
-        "demo",
-        "doctor",
-        "config",
-        "model",
-    ),
-    *("bench", "key", "version"),
+    *("up", "status", "scale", "drain", "restart", "logs", "down", "complete", "chat", "demo", "doctor"),
+    *("config", "model", "bench", "key", "version"),
 )
 
 
