@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from decode_worker.imports import Imports
+from decode_worker.local_prefill import LocalPrefill
+from decode_worker.outbox import Outbox
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.speculator import Speculator
 from decode_worker.swaps import Swaps
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
 class Counters:
     """Of one incarnation; named as in :class:`protocol.messages.WorkerLoad`."""
 
-    decode_tokens: int = 0
-    decode_turns: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
     failures: int = 0
@@ -37,6 +37,8 @@ class Counters:
         imports: Imports,
         swaps: Swaps,
         speculator: Speculator | None,
+        outbox: Outbox,
+        local_prefill: LocalPrefill,
         *,
         draining: bool,
     ) -> WorkerLoad:
@@ -51,8 +53,10 @@ class Counters:
             steps=stepper.steps,
             step_seconds=stepper.step_seconds,
             step_age=stepper.age,
+            step_gaps=stepper.gaps.histogram(),
+            prefill_tokens=local_prefill.tokens,
             cached_tokens=self.cached_tokens,
-            decode_tokens=self.decode_tokens,
+            decode_tokens=outbox.tokens,
             kv_blocks=imports.kv_blocks,
             kv_bytes=imports.kv_bytes,
             kv_seconds=imports.kv_seconds,
@@ -63,7 +67,7 @@ class Counters:
             swapped_blocks=swaps.book.used,
             used_slots=blocks.used * pool.block_size,
             empty_slots=scheduler.empty_slots,
-            decode_turns=self.decode_turns,
+            decode_turns=outbox.turns,
             draft_tokens=0 if speculator is None else speculator.drafted,
             accepted_tokens=0 if speculator is None else speculator.accepted,
         )

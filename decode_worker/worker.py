@@ -20,17 +20,18 @@ import zmq.asyncio
 from decode_worker.config import DecodeConfig
 from decode_worker.counters import Counters
 from decode_worker.imports import Imports
+from decode_worker.local_prefill import LocalPrefill
+from decode_worker.outbox import Outbox
 from decode_worker.peers import PrefillPeers
 from decode_worker.reception import Reception
-from decode_worker.refusal import refusal
+from decode_worker.refusal import prefill_refusal, refusal
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequence import Sequence, SequenceState
 from decode_worker.speculator import Speculator
-from decode_worker.step import Output, chunks_of
+from decode_worker.step import chunks_of
 from decode_worker.swaps import PATIENCE, Swaps
 from engine.block_pool import BlockPool
 from engine.pool_watch import PoolWatch
-from kv_transfer.transport import TransportConfig
 from protocol.curve import CurveKeys
 from protocol.departure import Leaver
 from protocol.errors import KVFerryError, Overloaded, Preempted, ProtocolError, WorkerDraining, WorkerError
@@ -44,6 +45,7 @@ from protocol.messages import (
     Handover,
     Heartbeat,
     Message,
+    Prefill,
     Reserve,
     StageTimes,
     WorkerLoad,
@@ -116,18 +118,12 @@ class DecodeWorker:
             prefers_swap=lambda sequence: self._swaps.prefers(sequence, self._imports.rate),
             window=runner.model_config.reach,
             speculator=self._speculator,
+            step_tokens=self.config.step_tokens or settings.max_batch_tokens,
         )
         context = zmq.asyncio.Context()
         resources.callback(context.term)
         wire = WireLayout(runner.layout, self.config.wire_dtype)
-        config = TransportConfig(
-            timeout=self.config.transfer_timeout,
-            checksum=self.config.transfer_checksum,
-            secret=self.config.secret,
-            gpudirect=self.config.gpudirect,
-            name=str(self.me),
-        )
-        transport, host = self.config.transport, self.config.bind_host
+        transport, host, config = self.config.transport, self.config.bind_host, self.config.transfer(str(self.me))
         reception = Reception(runner.cache, runner.copies, wire, transport, host, config)
         resources.push_async_callback(reception.close)
         receiver = reception.receiver
@@ -159,6 +155,7 @@ class DecodeWorker:
             layout=runner.layout,
             num_blocks=runner.num_blocks,
             kv_addresses=receiver.addresses,
+            prefills=self.config.local_prefill,
             device=str(runner.device),
             pid=os.getpid(),
         )
@@ -175,6 +172,8 @@ class DecodeWorker:
         self._leaver = Leaver(
             self.config.name, idle=self._idle, hand_back=self._hand_back, announce=self._link.announce
         )
+        self._outbox = Outbox(self._link.send)
+        self._local_prefill = LocalPrefill(self._scheduler, self._forks, self._link.send, self._fork)
         self._link.start()
         self._loops.watch(*self._link.tasks, self._peers.broken, self._leaver.left)
         resources.push_async_callback(self._loops.stop)
@@ -199,7 +198,7 @@ class DecodeWorker:
     def load(self) -> WorkerLoad:
         """What it is doing now."""
         parts = (self.pool, self._stepper, self._scheduler, self._imports, self._swaps, self._speculator)
-        return self._counters.load(*parts, draining=self._leaver.leaving)
+        return self._counters.load(*parts, self._outbox, self._local_prefill, draining=self._leaver.leaving)
 
     def transfer(self) -> TransferCounts:
         """What it has counted of its handoffs."""
@@ -213,7 +212,7 @@ class DecodeWorker:
 
     def _from_router(self, router: Peer, message: Message) -> None:
         match message:
-            case Reserve():
+            case Reserve() | Prefill():
                 self._accept(router, message)
             case Cancel():
                 self._drop(message.key)
@@ -223,7 +222,7 @@ class DecodeWorker:
     def _from_prefill(self, sender: Peer, message: Message) -> None:
         self._imports.receive(sender, message)
 
-    def _accept(self, router: Peer, request: Reserve) -> None:
+    def _accept(self, router: Peer, request: Reserve | Prefill) -> None:
         if self._scheduler.find(request.key) is not None or self._imports.book.has_ended(request.key, time.monotonic()):
             # It came twice, or its cancel was faster; then whom it was to carry comes again.
             lost = [fork for fork in request.forks if self._forks.first_of(fork.key) == fork.key]
@@ -239,6 +238,8 @@ class DecodeWorker:
         runner = self._stepper.runner
         error = refusal(request, self._max_model_len, runner.vocab_size) or runner.grammars.refusal(request.sampling)
         error = error or self._leaver.refusal()
+        if error is None and isinstance(request, Prefill):
+            error = prefill_refusal(request, self.me, able=self.config.local_prefill)
         if error is None and self._scheduler.waiting >= self.config.max_waiting:
             error = Overloaded(f"{self._scheduler.waiting} requests wait, {self.config.max_waiting} are allowed")
         self._forks.open(request.key, request.forks)
@@ -251,7 +252,7 @@ class DecodeWorker:
         sequence = self._scheduler.add(request, router, time.monotonic())
         sequence.lanes = len(self._forks.wanted(request.key))
         self._admit()
-        if not sequence.block_table:
+        if sequence.prefill is not None and not sequence.block_table:
             self._imports.wait(sequence)
 
     def _send_back(self, router: Peer, forks: Iterable[Fork], why: str) -> None:
@@ -266,6 +267,10 @@ class DecodeWorker:
                 self._swaps.restore(sequence)
                 continue
             self._counters.cached_tokens += sequence.cached_blocks * self.pool.block_size
+            if sequence.prompt is not None:
+                sequence.prompt.started = now
+                self._wake.set()
+                continue
             sequence.times = StageTimes(
                 reserve_wait=now - sequence.arrived, decode_cached_blocks=sequence.cached_blocks
             )
@@ -338,27 +343,31 @@ class DecodeWorker:
 
     async def _steps(self) -> None:
         while True:
+            self._wake.clear()
             step = self._scheduler.next_step()
+            if step.preempted or step.swapped_out or not step.sequences:
+                self._outbox.send()
             for sequence in step.preempted:
                 self._preempt(sequence)
             for sequence in step.swapped_out:
                 self._swaps.save(sequence)
             self._admit()
             if not step.sequences:
-                self._wake.clear()
+                self._stepper.rest()
                 await self._wake.wait()
                 continue
             try:
+                # Once the engine has begun.
+                asyncio.get_running_loop().call_soon(self._outbox.send)
                 draws = await self._stepper.execute(chunks_of(step.sequences))
             except KVFerryError as error:
                 logger.exception("a decode step failed")
                 for sequence in self._scheduler.fail_step():
                     self._fail(sequence.router, sequence.key, ErrorInfo.of(error))
                 continue
-            for output in self._scheduler.complete_step(draws):
-                self._counters.decode_turns += 1
-                self._counters.decode_tokens += len(output.draws)
-                self._emit(output)
+            self._outbox.put(self._scheduler.complete_step(draws))
+            for computed in self._scheduler.take_computed():
+                self._local_prefill.advance(computed, time.monotonic())
 
     def _copied(self, sequence: Sequence, error: KVFerryError | None) -> None:
         if error is None:
@@ -381,13 +390,9 @@ class DecodeWorker:
         return scheduler.idle and not (scheduler.waiting or self._imports.book.open_count or self.pool.counts().used)
 
     def _hand_back(self) -> None:
+        self._outbox.send()
         for key in sorted(self._scheduler.keys()):
             sequence = self._scheduler.drop(key)
             if sequence is not None:
                 self._give_back(sequence, WorkerDraining(f"{self.me.name} leaves, and its time is up"))
         self._wake.set()
-
-    def _emit(self, output: Output) -> None:
-        sequence = output.sequence
-        self._link.send(sequence.router, output.message(time.monotonic()))
-        sequence.times = None

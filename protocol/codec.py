@@ -11,6 +11,7 @@ History of the wire:
   ``decode_turns``, ``draft_tokens`` and ``accepted_tokens``; ``Prefill.seniority``, ``Reserve.seniority``,
   ``Reserve.prefill_rate``, ``WorkerLoad.swaps`` and ``WorkerLoad.swapped_blocks``; ``KVLayout.scales``, and eight-bit
   types of ``KVLayout.dtype``.
+* 3 -- ``WorkerProfile.prefills``, and ``Prefill`` to decode workers that have it; ``WorkerLoad.step_gaps``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from protocol.ids import Peer
 from protocol.messages import Envelope, Message
 
 MAGIC = b"KF"
-VERSION = 2
+VERSION = 3
 """The one version this release speaks."""
 HEADER = MAGIC + bytes([VERSION])
 MAX_FRAME_BYTES = 16 << 20

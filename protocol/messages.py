@@ -3,7 +3,7 @@
 Who sends what::
 
     router -> prefill   Prefill, Cancel            prefill -> router   PromptLogprobs, Tokens, Failed, Heartbeat
-    router -> decode    Reserve, Cancel            decode  -> router   Tokens, Failed, Heartbeat
+    router -> decode    Reserve, Prefill, Cancel   decode  -> router   PromptLogprobs, Tokens, Failed, Heartbeat
     decode -> prefill   Grant, Renew, Settle, Abort
     prefill -> decode   Handover, Refuse, Renew
 
@@ -18,9 +18,12 @@ from typing import Annotated
 import msgspec
 
 from protocol.error_info import MAX_TEXT, ErrorInfo, Text
+from protocol.errors import ConfigError
 from protocol.forks import MAX_FORKS, Forks
+from protocol.histogram import SECONDS, Histogram
 from protocol.ids import Address, BlockId, Peer, RequestKey, Role, Ticket, WorkerId
 from protocol.layout import KVLayout
+from protocol.pool_counts import Count, PoolCounts
 from protocol.prompt_logprobs import PromptLogprobs
 from protocol.sampling import MAX_LOGPROBS, FinishReason, SamplingParams, TokenId, TokenLogprobs
 from protocol.transfer_counts import TransferCounts
@@ -37,33 +40,9 @@ BlockIds = Annotated[tuple[BlockId, ...], msgspec.Meta(max_length=MAX_BLOCKS)]
 Generations = Annotated[
     tuple[Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)], ...], msgspec.Meta(max_length=MAX_BLOCKS)
 ]
-Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 Seniority = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
 Salt = Annotated[str, msgspec.Meta(max_length=MAX_SALT)]
-
-
-class PoolCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks of one pool by state; ``leaked`` must read 0."""
-
-    free: Count
-    active: Count
-    cached: Count
-    exported: Count
-    importing: Count
-    draining: Count
-    reserved: Count
-    total: Count
-
-    @property
-    def used(self) -> int:
-        """Blocks that somebody holds."""
-        return self.active + self.exported + self.importing + self.draining
-
-    @property
-    def leaked(self) -> int:
-        """Blocks that no state accounts for (negative: counted twice)."""
-        return self.total - self.reserved - self.free - self.cached - self.used
 
 
 class WorkerProfile(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,6 +59,7 @@ class WorkerProfile(msgspec.Struct, frozen=True, kw_only=True):
         kv_addresses: where its KV receiver listens, one URI per transport (decode only).
         device: "cpu" or "cuda:0" and the like.
         pid: of its process.
+        prefills: whether it computes prompts beside its decode steps when it is sent a Prefill (decode only).
     """
 
     role: Role
@@ -92,6 +72,7 @@ class WorkerProfile(msgspec.Struct, frozen=True, kw_only=True):
     kv_addresses: Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_ADDRESSES)] = ()
     device: Annotated[str, msgspec.Meta(max_length=64)] = "cpu"
     pid: Count = 0
+    prefills: bool = False
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,6 +96,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
         empty_slots: those of them for which there is no token, behind the last one of a sequence.
         decode_turns: sequences that took part in decode steps, counted at each step.
         draft_tokens, accepted_tokens: guessed ahead of the model, and found right by it (decode).
+        step_gaps: seconds from the end of a step to the begin of the next, while there was work.
     """
 
     pool: PoolCounts
@@ -143,6 +125,11 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     accepted_tokens: Count = 0
     used_slots: Count = 0
     empty_slots: Count = 0
+    step_gaps: Histogram = Histogram()
+
+    def __post_init__(self) -> None:
+        if not self.step_gaps.fits(SECONDS):
+            raise ConfigError(f"step_gaps has {len(self.step_gaps.counts)} buckets", field="step_gaps")
 
     @property
     def empty_share(self) -> float:
@@ -166,14 +153,15 @@ class PrefillAddress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
-    """Router to prefill: compute this prompt.
+    """Router to prefill: compute this prompt. To a decode worker: compute it, and go on with it.
 
     Attributes:
         key: request and attempt.
         token_ids: the prompt; on a retry, prompt plus tokens already emitted.
         emitted: how many of the last of ``token_ids`` were emitted by earlier attempts.
         sampling: how to draw the first token.
-        handoff: the decode worker that will take over, or None when the request ends with the first token.
+        handoff: the decode worker that will take over, the receiver itself where it is one; None when the request ends
+            with the first token.
         lease_ttl: seconds the lease lives without a sign of its reader.
         cache_salt: prefix-cache namespace.
         prompt_logprobs: how many alternatives are wanted beside each prompt token's log-probability; None wants none.

@@ -38,10 +38,11 @@ from router.instructions import (
     SendReserve,
     Stage,
 )
+from router.local_prefill import LocalPrefillRule, decide
 from router.mailbox import Mailbox
 from router.metrics import RouterMetrics
 from router.outstanding import Outstanding
-from router.policy import Demand, Snapshot, mismatch, place
+from router.policy import Demand, Placement, Snapshot, mismatch
 from router.registry import WorkerEvent, WorkerJoined, WorkerRegistry
 from router.request import RequestLimits, RequestMachine
 from router.request_table import RequestState
@@ -73,6 +74,7 @@ class Dispatcher:
     Args:
         model: served name.
         policy: name of the placement policy.
+        local_prefill: when prompts stay on the decode worker.
         limits: on each request.
         max_requests: live at once.
         registry: of the workers.
@@ -85,6 +87,7 @@ class Dispatcher:
         *,
         model: str,
         policy: str,
+        local_prefill: LocalPrefillRule,
         limits: RequestLimits,
         max_requests: int,
         registry: WorkerRegistry,
@@ -93,6 +96,7 @@ class Dispatcher:
     ) -> None:
         self._model = model
         self._policy = policy
+        self._local_prefill = local_prefill
         self._limits = limits
         self._max_requests = max_requests
         self._registry = registry
@@ -137,9 +141,10 @@ class Dispatcher:
         """
         check_alike(generations)
         together = self._let_in(generations)
+        tokens = together[0].machine.prompt_tokens
         wishes = [wish for live in together for wish in live.machine.submit(now) if isinstance(wish, NeedPlacement)]
         try:
-            placement = place(self._policy, self._snapshot(), Demand(wishes[0].needs_decode, turn=self._turn))
+            placement = self._choose(Demand(wishes[0].needs_decode, turn=self._turn, prompt_tokens=tokens))
         except NoWorkerAvailable as error:
             for live in together:
                 self._advance(live, live.machine.unplaced(error, now), now)
@@ -214,13 +219,14 @@ class Dispatcher:
     def can_place(self) -> str | None:
         """Why a new request would find no pair of workers, or None when it would find one."""
         try:
-            place(self._policy, self._snapshot(), Demand(needs_decode=True))
+            self._choose(Demand(needs_decode=True))
         except NoWorkerAvailable as error:
             return error.message
         return None
 
-    def _snapshot(self) -> Snapshot:
-        return Snapshot(self._registry.workers(), self._outstanding.by_peer, self._model)
+    def _choose(self, demand: Demand) -> Placement:
+        snapshot = Snapshot(self._registry.workers(), self._outstanding.by_peer, self._model)
+        return decide(self._policy, snapshot, demand, self._local_prefill)
 
     def _current(self, identity: bytes, key: RequestKey, *, leg_goes_on: bool) -> LiveRequest | None:
         live = self._live.get(key.request_id)
@@ -289,7 +295,7 @@ class Dispatcher:
                 self._emit(live, instruction, now)
             case NeedPlacement(needs_decode, excluded):
                 if machine.state is RequestState.QUEUED:
-                    self._place(live, Demand(needs_decode, excluded, self._turn), now)
+                    self._place(live, Demand(needs_decode, excluded, self._turn, machine.prompt_tokens), now)
             case SendReserve(peer, message) | SendPrefill(peer, message):
                 # An attempt that ended while its messages waited here is not opened any more.
                 if machine.key == message.key and not machine.ended and not self._send_to(peer, message):
@@ -316,7 +322,7 @@ class Dispatcher:
 
     def _place(self, live: LiveRequest, demand: Demand, now: float) -> None:
         try:
-            placement = place(self._policy, self._snapshot(), demand)
+            placement = self._choose(demand)
         except NoWorkerAvailable as error:
             self._advance(live, live.machine.unplaced(error, now), now)
             return

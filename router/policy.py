@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from protocol.errors import NoWorkerAvailable
-from protocol.ids import Peer
+from protocol.ids import Peer, Role
 from protocol.messages import WorkerProfile
 from router.registry import Worker
 
@@ -38,19 +38,25 @@ class Demand:
         needs_decode: False when the request ends with prefill's token.
         excluded: peers to avoid where there are others.
         turn: grows by one for each placement; equal workers take turns by it.
+        prompt_tokens: that are to be prefilled.
     """
 
     needs_decode: bool
     excluded: frozenset[Peer] = frozenset()
     turn: int = 0
+    prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one attempt runs; without ``decode``, prefill's token is the whole answer."""
+    """Where one attempt runs; without ``decode``, prefill's token is the whole answer.
+
+    ``local`` tells why a decode worker prefills, which is then both; it is "" where a prefill worker does.
+    """
 
     prefill: Worker
     decode: Worker | None
+    local: str = ""
 
 
 Policy = Callable[[Sequence[Worker], Mapping[Peer, int], int], list[Worker]]
@@ -93,30 +99,38 @@ def mismatch(prefill: WorkerProfile, decode: WorkerProfile) -> str | None:
     return None if prefill.peer_endpoint else "prefill announces no endpoint for other workers"
 
 
+def serving(snapshot: Snapshot, role: Role) -> list[Worker]:
+    """Workers of one role that take new work."""
+    return [
+        worker
+        for worker in snapshot.workers
+        if worker.accepts_work and worker.profile.model == snapshot.model and worker.profile.role == role
+    ]
+
+
+def ranked(policy: str, workers: Sequence[Worker], snapshot: Snapshot, demand: Demand, turn: int) -> list[Worker]:
+    """Workers of one role as ``policy`` likes them, those to be avoided last."""
+    liked = POLICIES[policy](workers, snapshot.outstanding, turn)
+    return sorted(liked, key=lambda worker: worker.peer in demand.excluded)
+
+
 def place(policy: str, snapshot: Snapshot, demand: Demand) -> Placement:
     """The pair that ``policy`` likes best among those that fit together.
 
     Raises:
         NoWorkerAvailable: there is none; says which role is missing.
     """
-    able = [worker for worker in snapshot.workers if worker.accepts_work and worker.profile.model == snapshot.model]
-    prefill = [worker for worker in able if worker.profile.role == "prefill"]
-    decode = [worker for worker in able if worker.profile.role == "decode"]
+    prefill = serving(snapshot, "prefill")
     if not prefill:
         raise NoWorkerAvailable("no prefill worker is available")
-    rank = POLICIES[policy]
-
-    def avoided(worker: Worker) -> bool:
-        return worker.peer in demand.excluded
-
-    ranked_prefill = sorted(rank(prefill, snapshot.outstanding, demand.turn), key=avoided)
+    ranked_prefill = ranked(policy, prefill, snapshot, demand, demand.turn)
     if not demand.needs_decode:
         return Placement(ranked_prefill[0], None)
+    decode = serving(snapshot, "decode")
     if not decode:
         raise NoWorkerAvailable("no decode worker is available")
     # Shifted by one for each round of the prefill workers, so that every pair comes up, not only equal positions.
-    decode_turn = demand.turn + demand.turn // len(prefill)
-    ranked_decode = sorted(rank(decode, snapshot.outstanding, decode_turn), key=avoided)
+    ranked_decode = ranked(policy, decode, snapshot, demand, demand.turn + demand.turn // len(prefill))
     for chosen in ranked_prefill:
         for partner in ranked_decode:
             if mismatch(chosen.profile, partner.profile) is None:

@@ -26,6 +26,7 @@ from protocol.sockets import Hub
 from router.config import RouterConfig
 from router.dispatcher import Dispatcher, LiveRequest
 from router.front.generation import Generation, Output, ServiceHealth
+from router.local_prefill import LocalPrefillRule
 from router.metrics import RouterMetrics
 from router.registry import Worker, WorkerRegistry
 from router.request import RequestLimits
@@ -57,6 +58,7 @@ class Service:
         self._dispatcher = Dispatcher(
             model=config.model,
             policy=config.policy,
+            local_prefill=LocalPrefillRule(config.local_prefill, config.local_prefill_tokens),
             limits=RequestLimits(
                 max_attempts=config.max_attempts,
                 worker_wait=config.worker_wait,

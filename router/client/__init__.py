@@ -10,7 +10,8 @@
 """
 
 from router.client.asynchronous import AsyncClient, AsyncStream
-from router.client.results import Chunk, Completion, Health, ModelCard, Timings, ToolCall, Usage
+from router.client.calls import ToolCall, ToolCallDelta
+from router.client.results import Chunk, Completion, Health, ModelCard, Timings, Usage
 from router.client.scores import RankedToken, ScoredToken, Tokenization
 from router.client.synchronous import Client, Stream
 
@@ -28,5 +29,6 @@ __all__ = [
     "Timings",
     "Tokenization",
     "ToolCall",
+    "ToolCallDelta",
     "Usage",
 ]

@@ -7,7 +7,7 @@ import typing
 from hypothesis import strategies as st
 
 from protocol.forks import Fork
-from protocol.histogram import Histogram, Scale
+from protocol.histogram import SECONDS, Histogram, Scale
 from protocol.ids import Peer, RequestKey
 from protocol.layout import KVLayout
 from protocol.messages import (
@@ -87,11 +87,20 @@ errors = st.builds(
     ErrorInfo, code=st.text("abc_", max_size=64), message=texts, field=st.none() | st.text("abc", max_size=9)
 )
 pools = st.builds(PoolCounts, **dict.fromkeys(PoolCounts.__struct_fields__, counts))
-_load_counts = [name for name in WorkerLoad.__struct_fields__ if name not in ("pool", "draining")]
+
+
+def histograms(scale: Scale) -> st.SearchStrategy[Histogram]:
+    length = len(scale.bounds) + 1
+    full = st.lists(counts, min_size=length, max_size=length).map(tuple)
+    return st.builds(Histogram, st.just(()) | full, st.floats(0.0, 1e18))
+
+
+_load_counts = [name for name in WorkerLoad.__struct_fields__ if name not in ("pool", "draining", "step_gaps")]
 loads = st.builds(
     WorkerLoad,
     pool=pools,
     draining=st.booleans(),
+    step_gaps=histograms(SECONDS),
     **{name: seconds if name in ("step_seconds", "step_age", "kv_seconds") else counts for name in _load_counts},
 )
 profiles = st.builds(
@@ -106,13 +115,8 @@ profiles = st.builds(
     kv_addresses=st.lists(addresses, max_size=8).map(tuple),
     device=st.sampled_from(["cpu", "cuda:0"]),
     pid=counts,
+    prefills=st.booleans(),
 )
-
-
-def histograms(scale: Scale) -> st.SearchStrategy[Histogram]:
-    length = len(scale.bounds) + 1
-    full = st.lists(counts, min_size=length, max_size=length).map(tuple)
-    return st.builds(Histogram, st.just(()) | full, st.floats(0.0, 1e18))
 
 
 _codes = st.dictionaries(st.text("abc_", max_size=64), counts, max_size=8)
