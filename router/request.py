@@ -366,8 +366,7 @@ class RequestMachine:
     ) -> list[Instruction]:
         if not mendable:
             return self._fail(cause)
-        counted = not isinstance(cause, Preempted | WorkerDraining)
-        self._failures += counted
+        self._failures += not isinstance(cause, Preempted | WorkerDraining)
         if self._failures >= self._limits.max_attempts or self.attempt == MAX_ATTEMPT:
             tried = f"{self.attempt + 1} attempts failed; the last with {cause.code}: {cause.message}"
             return self._fail(AttemptsExhausted(tried))

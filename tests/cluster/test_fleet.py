@@ -108,7 +108,7 @@ def fleet(tiny_llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         engine=EngineSection(dtype="float32", num_blocks=64, block_size=8),
         router=RouterSection(port=0),
         scale=ScaleSection(drain_timeout=30.0),
-        ray=RaySection(cpus=2, start_timeout=120.0),
+        ray=RaySection(cpus=2),
     )
     handler = signal.getsignal(signal.SIGTERM)
     state = up(config, store=store)
@@ -136,7 +136,7 @@ class TestUnderLoad:
         file = tmp_path / "new.yaml"
         file.write_text(
             f"model: {fleet.config.model}\nname: {NAME}\nserved_name: tiny\nrouter: {{port: 0}}\n"
-            "engine: {dtype: float32, num_blocks: 96, block_size: 8}\nray: {cpus: 2, start_timeout: 120.0}\n"
+            "engine: {dtype: float32, num_blocks: 96, block_size: 8}\nray: {cpus: 2}\n"
         )
         before = fleet.lives()
         with fleet.load():
