@@ -15,6 +15,7 @@ from decode_worker.scheduler import DecodeScheduler
 from decode_worker.speculator import Speculator
 from decode_worker.swaps import Swaps
 from engine.block_pool import BlockPool
+from engine.step_watch import StepWatch
 from protocol.messages import WorkerLoad
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class Counters:
         self,
         pool: BlockPool,
         stepper: Stepper,
+        step_watch: StepWatch,
         scheduler: DecodeScheduler,
         imports: Imports,
         swaps: Swaps,
@@ -52,7 +54,7 @@ class Counters:
             open_imports=imports.book.open_count,
             steps=stepper.steps,
             step_seconds=stepper.step_seconds,
-            step_age=stepper.age,
+            step_age=step_watch.age,
             step_gaps=stepper.gaps.histogram(),
             prefill_tokens=local_prefill.tokens,
             cached_tokens=self.cached_tokens,

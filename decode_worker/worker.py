@@ -32,6 +32,7 @@ from decode_worker.step import chunks_of
 from decode_worker.swaps import PATIENCE, Swaps
 from engine.block_pool import BlockPool
 from engine.pool_watch import PoolWatch
+from engine.step_watch import StepWatch
 from protocol.curve import CurveKeys
 from protocol.departure import Leaver
 from protocol.errors import KVFerryError, Overloaded, Preempted, ProtocolError, WorkerDraining, WorkerError
@@ -103,7 +104,7 @@ class DecodeWorker:
         settings = runner.config
         self._max_model_len = runner.max_model_len
         self.pool = BlockPool(runner.num_blocks, settings.block_size, prefix_cache=settings.prefix_cache)
-        self._watch = PoolWatch(self.pool)
+        self._watch, self._step_watch = PoolWatch(self.pool), StepWatch(self.config.wedged_after)
         self._swaps = Swaps(runner.cache, runner.copies, self.config.preemption, self.config.swap_bytes, self._copied)
         resources.push_async_callback(self._swaps.close)
         guesses, rows = self.config.speculation, settings.max_sequences
@@ -169,9 +170,7 @@ class DecodeWorker:
             keys=keys,
         )
         resources.push_async_callback(self._link.close)
-        self._leaver = Leaver(
-            self.config.name, idle=self._idle, hand_back=self._hand_back, announce=self._link.announce
-        )
+        self._leaver = Leaver(self.config.name, self._idle, self._hand_back, self._link.announce)
         self._outbox = Outbox(self._link.send)
         self._local_prefill = LocalPrefill(self._scheduler, self._forks, self._link.send, self._fork)
         self._link.start()
@@ -197,8 +196,9 @@ class DecodeWorker:
 
     def load(self) -> WorkerLoad:
         """What it is doing now."""
-        parts = (self.pool, self._stepper, self._scheduler, self._imports, self._swaps, self._speculator)
-        return self._counters.load(*parts, self._outbox, self._local_prefill, draining=self._leaver.leaving)
+        parts = (self.pool, self._stepper, self._step_watch, self._scheduler, self._imports, self._swaps)
+        more = (self._speculator, self._outbox, self._local_prefill)
+        return self._counters.load(*parts, *more, draining=self._leaver.leaving)
 
     def transfer(self) -> TransferCounts:
         """What it has counted of its handoffs."""
@@ -336,6 +336,7 @@ class DecodeWorker:
                 self._preempt(sequence)
                 self._wake.set()  # what it had kept from others, at the head of the queue, they may have now
             self._watch.look(busy=not self._scheduler.idle, now=now)
+            self._step_watch.look(busy=bool(self._scheduler.running), now=now)
             self._swaps.look(busy=not self._scheduler.idle, now=now)
             self._leaver.tick()
 
@@ -359,7 +360,8 @@ class DecodeWorker:
             try:
                 # Once the engine has begun.
                 asyncio.get_running_loop().call_soon(self._outbox.send)
-                draws = await self._stepper.execute(chunks_of(step.sequences))
+                with self._step_watch.step():
+                    draws = await self._stepper.execute(chunks_of(step.sequences))
             except KVFerryError as error:
                 logger.exception("a decode step failed")
                 for sequence in self._scheduler.fail_step():

@@ -114,7 +114,7 @@ class Leaver:
     """
 
     def __init__(
-        self, name: str, *, idle: Callable[[], bool], hand_back: Callable[[], None], announce: Callable[[], None]
+        self, name: str, idle: Callable[[], bool], hand_back: Callable[[], None], announce: Callable[[], None]
     ) -> None:
         self.left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._name, self._departure = name, Departure(name)
