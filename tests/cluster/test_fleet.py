@@ -28,6 +28,8 @@ from router.client import Client
 NAME = "fleet"
 CLIENTS = 3
 PROMPT = "ferry across the water"
+LIMITS = {"worker_timeout": 20.0, "step_age_bound": 60.0}
+"""A busy machine is not to look like a worker that died."""
 
 
 class Fleet:
@@ -106,7 +108,7 @@ def fleet(tiny_llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         model=str(tiny_llama_dir),
         served_name="tiny",
         engine=EngineSection(dtype="float32", num_blocks=64, block_size=8),
-        router=RouterSection(port=0),
+        router=RouterSection(port=0, limits=LIMITS),
         scale=ScaleSection(drain_timeout=30.0),
         ray=RaySection(cpus=2),
     )
@@ -135,7 +137,7 @@ class TestUnderLoad:
     def test_a_restart_replaces_every_worker(self, fleet: Fleet, tmp_path: Path) -> None:
         file = tmp_path / "new.yaml"
         file.write_text(
-            f"model: {fleet.config.model}\nname: {NAME}\nserved_name: tiny\nrouter: {{port: 0}}\n"
+            f"model: {fleet.config.model}\nname: {NAME}\nserved_name: tiny\nrouter: {{port: 0, limits: {LIMITS}}}\n"
             "engine: {dtype: float32, num_blocks: 96, block_size: 8}\nray: {cpus: 2}\n"
         )
         before = fleet.lives()
