@@ -19,6 +19,8 @@ from router.config import RouterConfig
         ("port", 65536),
         ("hub", "http://127.0.0.1:1"),
         ("policy", "best"),
+        ("local_prefill", "sometimes"),
+        ("local_prefill_tokens", -1),
         ("tool_format", "xml"),
         ("worker_timeout", 0.0),
         ("step_age_bound", float("inf")),
