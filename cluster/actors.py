@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from cluster.hosting import Host, HostState, Service, StartProgress
+from cluster.phases import Phase, process_age
 from cluster.plan import ActorOrder, decode_config, prefill_config, router_config
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
         error: why it failed, or "".
         incarnation: of this life of the name; the first one's is 1.
         draining: whether it takes no new work.
+        phases: how long each phase of its start took, from the start of its process; those that are over.
     """
 
     name: str
@@ -56,6 +58,7 @@ class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     incarnation: int = 0
     draining: bool = False
+    phases: tuple[Phase, ...] = ()
 
     @property
     def restarted(self) -> bool:
@@ -82,8 +85,11 @@ class ServiceActor:
     def __init__(self, order: bytes) -> None:
         import ray
 
+        self._process = Phase(name="process", seconds=process_age())
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         self._order = msgspec.json.decode(order, type=ActorOrder)
+        # Here, and not in a runtime environment of Ray's: an agent would have to come up first and make that.
+        os.environ.update(self._order.environment())
         self._address = ray.util.get_node_ip_address()
         self._host = Host(self._order.name, self._make, on_fatal=_end_process, on_left=_leave)
         self._host.begin()
@@ -103,6 +109,7 @@ class ServiceActor:
                 error=host.error,
                 incarnation=self._order.incarnation,
                 draining=self._drained,
+                phases=(self._process, *host.phases),
             )
         )
 
@@ -230,7 +237,6 @@ def create_actor(ray: Any, order: ActorOrder) -> Any:
         "resources": order.resources,
         "max_restarts": 0,
         "max_concurrency": MAX_CALLS,
-        "runtime_env": {"env_vars": order.environment()},
     }
     if order.role == "router":
         here = ray.get_runtime_context().get_node_id()

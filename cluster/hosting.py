@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from enum import Enum
 from typing import Any, Protocol, TypeVar
 
 from cluster.event_loop import new_loop
+from cluster.phases import Phase, PhaseClock
 from protocol.errors import KVFerryError, StartFailed
 from protocol.transitions import TransitionTable
 
@@ -105,6 +107,7 @@ class Host:
         self._make, self._on_fatal, self._on_left = make, on_fatal, on_left
         self._drained = False
         self._tracker = HOST_TABLE.start(name)
+        self._clock = PhaseClock("thread", time.monotonic())
         self._loop: asyncio.AbstractEventLoop | None = None
         self._asked_to_stop = asyncio.Event()
         self._ended = threading.Event()
@@ -114,6 +117,11 @@ class Host:
     def state(self) -> HostState:
         """Where the service stands."""
         return self._tracker.state
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """How long each phase of its coming up took; those that are over."""
+        return self._clock.phases
 
     def begin(self) -> None:
         """Start the thread."""
@@ -207,6 +215,7 @@ class Host:
             return False
         if stop.done():
             return False
+        self._clock.end(time.monotonic())
         self.stage, self.fraction = "ready", 1.0
         self._tracker.move(HostEvent.CAME_UP)
         return True
@@ -215,6 +224,7 @@ class Host:
         """Why the service did not come up; None when it did, or when it shall stop."""
         assert self._loop is not None
         try:
+            self._progress("imports", 0.0)
             self.service = await self._loop.run_in_executor(None, self._make)
             start = asyncio.create_task(self.service.start(self._progress))
             await asyncio.wait([start, stop], return_when=asyncio.FIRST_COMPLETED)
@@ -245,6 +255,8 @@ class Host:
             self._on_fatal(error)
 
     def _progress(self, stage: str, fraction: float) -> None:
+        # From one thread at a time: what is loading, or the loop that waits for it.
+        self._clock.enter(stage, time.monotonic())
         self.stage, self.fraction = stage, fraction
 
 

@@ -76,7 +76,7 @@ class ActorOrder(msgspec.Struct, frozen=True, kw_only=True):
         return self.role != "router" and self.config.section(self.role).placement == "spread"
 
     def environment(self) -> dict[str, str]:
-        """Variables that must be there before the process imports a numeric library."""
+        """Variables that the actor sets before its process imports a numeric library."""
         return {"OMP_NUM_THREADS": str(self.threads)}
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from cluster.actors import ActorStatus
+from cluster.phases import Phase
 from cluster.ray_node import connect, node_alive
 from cluster.state import ClusterState, StateStore
 from cluster.supervisor import SUPERVISOR_NAME, MemberReport, SupervisorReport
@@ -32,6 +33,7 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
         actors: router first.
         wanted: how many processes of each role there shall be, as the supervisor has it; empty where that is silent.
         supervised: whether the supervisor answers, which brings back what dies.
+        phases: how long each phase of its coming up took, from the command to ready.
         hint: what to do about a cluster that will not come back by itself; "" for any other.
     """
 
@@ -43,6 +45,7 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
     actors: tuple[ActorReport, ...] = ()
     wanted: dict[str, int] = {}
     supervised: bool = False
+    phases: tuple[Phase, ...] = ()
     hint: str = ""
 
 
@@ -133,5 +136,6 @@ def _report(state: ClusterState, word: str, actors: tuple[ActorReport, ...]) -> 
         transport=state.transport,
         state=word,
         actors=actors,
+        phases=state.phases,
         hint=f"{hints[word]}; clear it with: kvferry down {state.name}" if word in hints else "",
     )
