@@ -30,6 +30,7 @@ from decode_worker.step import chunks_of
 from decode_worker.swaps import PATIENCE, Swaps
 from engine.block_pool import BlockPool
 from engine.pool_watch import PoolWatch
+from engine.step_watch import StepWatch
 from protocol.curve import CurveKeys
 from protocol.errors import KVFerryError, Overloaded, Preempted, ProtocolError
 from protocol.forks import Fork, ForkBook
@@ -96,11 +97,13 @@ class DecodeWorker:
 
         self._stepper = await Stepper.load(self.config.engine, progress)
         resources.callback(self._stepper.close)
+        if progress is not None:
+            progress("sockets", 0.0)
         runner = self._stepper.runner
         settings = runner.config
         self._max_model_len = runner.max_model_len
         self.pool = BlockPool(runner.num_blocks, settings.block_size, prefix_cache=settings.prefix_cache)
-        self._watch = PoolWatch(self.pool)
+        self._watch, self._step_watch = PoolWatch(self.pool), StepWatch(self.config.wedged_after)
         self._swaps = Swaps(runner.cache, runner.copies, self.config.preemption, self.config.swap_bytes, self._copied)
         resources.push_async_callback(self._swaps.close)
         guesses, rows = self.config.speculation, settings.max_sequences
@@ -196,7 +199,7 @@ class DecodeWorker:
             open_imports=imports.book.open_count,
             steps=self._stepper.steps,
             step_seconds=self._stepper.step_seconds,
-            step_age=self._stepper.age,
+            step_age=self._step_watch.age,
             step_gaps=self._stepper.gaps.histogram(),
             prefill_tokens=self._local_prefill.tokens,
             cached_tokens=self._cached_tokens,
@@ -350,6 +353,7 @@ class DecodeWorker:
                 self._preempt(sequence)
                 self._wake.set()  # what it had kept from others, at the head of the queue, they may have now
             self._watch.look(busy=not self._scheduler.idle, now=now)
+            self._step_watch.look(busy=bool(self._scheduler.running), now=now)
             self._swaps.look(busy=not self._scheduler.idle, now=now)
 
     # --- steps ----------------------------------------------------------------------------------------------------
@@ -372,7 +376,8 @@ class DecodeWorker:
             try:
                 # Once the engine has begun.
                 asyncio.get_running_loop().call_soon(self._outbox.send)
-                draws = await self._stepper.execute(chunks_of(step.sequences))
+                with self._step_watch.step():
+                    draws = await self._stepper.execute(chunks_of(step.sequences))
             except KVFerryError as error:
                 logger.exception("a decode step failed")
                 for sequence in self._scheduler.fail_step():

@@ -36,7 +36,6 @@ class Stepper:
         self.step_seconds = 0.0
         self._executor = executor
         self.gaps = Observations(SECONDS)
-        self._entered: float | None = None
         self._left: float | None = None
 
     @classmethod
@@ -45,7 +44,7 @@ class Stepper:
 
         Args:
             config: of the engine.
-            progress: called with a stage's name and the fraction done, from that thread.
+            progress: called with a stage's name and the fraction done; from that thread, or from here while it rests.
             decodes: whether there will be steps of decodes alone; see :meth:`ModelRunner.warm_up`.
 
         Raises:
@@ -55,16 +54,13 @@ class Stepper:
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         try:
             runner = await loop.run_in_executor(executor, ModelRunner.load, config, progress)
+            if progress is not None:
+                progress("warm-up", 0.0)
             await loop.run_in_executor(executor, partial(runner.warm_up, decodes=decodes))
         except BaseException:
             executor.shutdown(wait=False)
             raise
         return cls(runner, executor)
-
-    @property
-    def age(self) -> float:
-        """Seconds that the step now running has taken; 0 between steps. A wedged engine shows here."""
-        return 0.0 if self._entered is None else time.monotonic() - self._entered
 
     async def execute(self, chunks: Sequence[Chunk], watch: LayerWatch | None = None) -> list[Draw | None]:
         """One forward step of the whole batch; see :meth:`ModelRunner.execute`.
@@ -76,7 +72,7 @@ class Stepper:
         Raises:
             EngineFailure: the step raised.
         """
-        self._entered = time.monotonic()
+        entered = time.monotonic()
         loop = asyncio.get_running_loop()
         if watch is not None:
             watch = LayerWatch(watch.every, partial(_tell_on, loop, watch.tell))
@@ -84,8 +80,7 @@ class Stepper:
             return await loop.run_in_executor(self._executor, self._step, chunks, watch)
         finally:
             self.steps += 1
-            self.step_seconds += time.monotonic() - self._entered
-            self._entered = None
+            self.step_seconds += time.monotonic() - entered
 
     def rest(self) -> None:
         """There is nothing to compute: what passes from now on is no gap. Not while a step runs."""

@@ -23,6 +23,7 @@ from engine.first_tokens import FirstTokens
 from engine.layer_watch import LayerWatch
 from engine.pool_watch import PoolWatch
 from engine.prompt import Progress, Work
+from engine.step_watch import StepWatch
 from kv_transfer.transport import TransportConfig
 from prefill_worker.config import PrefillConfig
 from prefill_worker.exports import Exports
@@ -96,12 +97,14 @@ class PrefillWorker:
 
         self._stepper = await Stepper.load(self.config.engine, progress, decodes=False)
         resources.callback(self._stepper.close)
+        if progress is not None:
+            progress("sockets", 0.0)
         runner = self._stepper.runner
         settings = runner.config
         self._max_model_len = runner.max_model_len
         self._vocab_size = runner.vocab_size
         self.pool = BlockPool(runner.num_blocks, settings.block_size, prefix_cache=settings.prefix_cache)
-        self._watch = PoolWatch(self.pool)
+        self._watch, self._step_watch = PoolWatch(self.pool), StepWatch(self.config.wedged_after)
         self._scheduler = PrefillScheduler(
             self.pool,
             block_size=settings.block_size,
@@ -184,7 +187,7 @@ class PrefillWorker:
             open_leases=exports.book.open_count,
             steps=self._stepper.steps,
             step_seconds=self._stepper.step_seconds,
-            step_age=self._stepper.age,
+            step_age=self._step_watch.age,
             step_gaps=self._stepper.gaps.histogram(),
             prefill_tokens=self._prefill_tokens,
             cached_tokens=self._cached_tokens,
@@ -304,7 +307,9 @@ class PrefillWorker:
             await asyncio.sleep(TICK)
             self._exports.tick()
             self._unblock(time.monotonic())
-            self._watch.look(busy=bool(self._scheduler.running or self._scheduler.waiting), now=time.monotonic())
+            now, running = time.monotonic(), self._scheduler.running
+            self._watch.look(busy=bool(running or self._scheduler.waiting), now=now)
+            self._step_watch.look(busy=bool(running), now=now)
 
     def _unblock(self, now: float) -> None:
         """Break a ring: leases here wait for room there, while room there waits for a prompt that has no room here.
@@ -335,7 +340,8 @@ class PrefillWorker:
                 continue
             try:
                 early = self._shipped_by_layers(step)
-                draws = await self._execute(step, early)
+                with self._step_watch.step():
+                    draws = await self._execute(step, early)
             except KVFerryError as error:
                 logger.exception("a prefill step failed")
                 for prompt in self._scheduler.fail_step():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import ParamSpec
 
 from protocol.errors import InvariantViolation, KVFerryError, NoWorkerAvailable, Overloaded
@@ -25,9 +24,11 @@ from protocol.messages import (
     Reserve,
     Tokens,
 )
+from router.breaker import Breakers
 from router.forks import check_alike, fold
 from router.front.generation import Generation, GenerationReport
 from router.instructions import (
+    Blame,
     Emit,
     Fail,
     Instruction,
@@ -38,34 +39,18 @@ from router.instructions import (
     SendReserve,
     Stage,
 )
+from router.live_request import LiveRequest
 from router.local_prefill import LocalPrefillRule, decide
-from router.mailbox import Mailbox
 from router.metrics import RouterMetrics
 from router.outstanding import Outstanding
 from router.policy import Demand, Placement, Snapshot, mismatch
 from router.registry import WorkerEvent, WorkerJoined, WorkerRegistry
-from router.request import RequestLimits, RequestMachine
+from router.request import RequestMachine
+from router.request_limits import RequestLimits
 from router.request_table import RequestState
 
 _log = logging.getLogger(__name__)
 P = ParamSpec("P")
-
-
-@dataclass(slots=True, eq=False)
-class LiveRequest:
-    """One live request.
-
-    Attributes:
-        machine: decides.
-        mailbox: its reader's.
-        answered: whether its first token was given out.
-        charged_for: state and attempt that its workers are charged for.
-    """
-
-    machine: RequestMachine
-    mailbox: Mailbox = field(default_factory=Mailbox)
-    answered: bool = False
-    charged_for: tuple[RequestState, int] = (RequestState.QUEUED, 0)
 
 
 class Dispatcher:
@@ -78,6 +63,7 @@ class Dispatcher:
         limits: on each request.
         max_requests: live at once.
         registry: of the workers.
+        breakers: of the workers.
         metrics: counts what happens.
         send: queues a message for a worker by its hub identity; False when it cannot be reached.
     """
@@ -91,6 +77,7 @@ class Dispatcher:
         limits: RequestLimits,
         max_requests: int,
         registry: WorkerRegistry,
+        breakers: Breakers,
         metrics: RouterMetrics,
         send: Callable[[bytes, Message], bool],
     ) -> None:
@@ -100,6 +87,7 @@ class Dispatcher:
         self._limits = limits
         self._max_requests = max_requests
         self._registry = registry
+        self._breakers = breakers
         self._metrics = metrics
         self._send = send
         self._live: dict[str, LiveRequest] = {}
@@ -107,6 +95,8 @@ class Dispatcher:
         self._turn = 0
         self._work: deque[tuple[LiveRequest, Instruction]] = deque()
         self._working = False
+        # Of all requests; a token moves its own on and leaves this, so that thousands of streams cost no more than one.
+        self._deadline = float("inf")
 
     @property
     def live_requests(self) -> int:
@@ -115,8 +105,8 @@ class Dispatcher:
 
     @property
     def deadline(self) -> float:
-        """When ``tick`` next has something to do for a request; infinite when never."""
-        return min((live.machine.deadline for live in self._live.values()), default=float("inf"))
+        """Before that ``tick`` has nothing to do for any request; infinite when there is none."""
+        return self._deadline
 
     def admit(self, generation: Generation, now: float) -> LiveRequest:
         """Let a request in and start its first attempt.
@@ -144,12 +134,13 @@ class Dispatcher:
         tokens = together[0].machine.prompt_tokens
         wishes = [wish for live in together for wish in live.machine.submit(now) if isinstance(wish, NeedPlacement)]
         try:
-            placement = self._choose(Demand(wishes[0].needs_decode, turn=self._turn, prompt_tokens=tokens))
+            placement = self._choose(Demand(wishes[0].needs_decode, turn=self._turn, prompt_tokens=tokens), now)
         except NoWorkerAvailable as error:
             for live in together:
                 self._advance(live, live.machine.unplaced(error, now), now)
             return together
-        self._turn += 1
+        for live in together:
+            live.placement = placement
         first, *others = together
         opened = [live.machine.placed(placement, now, carried=live is not first) for live in together]
         for live in others:
@@ -206,6 +197,10 @@ class Dispatcher:
                 return False
         return True
 
+    def renewed(self, identity: bytes, now: float) -> None:
+        """A worker has a new connection in place of another one; what comes after this comes over it."""
+        self._workers_changed(self._registry.renewed(identity), now)
+
     def disconnected(self, identity: bytes, now: float) -> None:
         """A worker's connection has ended."""
         self._registry.disconnected(identity, now)
@@ -213,19 +208,24 @@ class Dispatcher:
     def tick(self, now: float) -> None:
         """Time passed."""
         self._workers_changed(self._registry.tick(now), now)
-        for live in [live for live in self._live.values() if live.machine.deadline <= now]:
-            self._guarded(live, now, live.machine.tick, now)
+        if now < self._deadline:
+            return
+        self._deadline = float("inf")
+        for live in list(self._live.values()):
+            if live.machine.deadline <= now:
+                self._guarded(live, now, live.machine.tick, now)
+            self._note_deadline(live)
 
     def can_place(self) -> str | None:
         """Why a new request would find no pair of workers, or None when it would find one."""
         try:
-            self._choose(Demand(needs_decode=True))
+            self._decide(Demand(needs_decode=True))
         except NoWorkerAvailable as error:
             return error.message
         return None
 
-    def _choose(self, demand: Demand) -> Placement:
-        snapshot = Snapshot(self._registry.workers(), self._outstanding.by_peer, self._model)
+    def _decide(self, demand: Demand, barred: frozenset[Peer] = frozenset()) -> Placement:
+        snapshot = Snapshot(self._registry.workers(), self._outstanding.by_peer, self._model, barred)
         return decide(self._policy, snapshot, demand, self._local_prefill)
 
     def _current(self, identity: bytes, key: RequestKey, *, leg_goes_on: bool) -> LiveRequest | None:
@@ -245,9 +245,12 @@ class Dispatcher:
             if isinstance(event, WorkerJoined):
                 if not event.returned:
                     self._report_mismatches(event.peer)
+                self._breakers.keep(worker.peer.name for worker in self._registry.workers())
                 for live in everything:
                     self._advance(live, live.machine.workers_changed(now), now)
             else:
+                # Once, however many requests it had: those of a machine that was restarted say nothing about the next.
+                self._blame(frozenset({event.peer}), event.reason, now)
                 for live in everything:
                     self._advance(live, live.machine.worker_lost(event.peer, event.reason, now), now)
 
@@ -304,6 +307,8 @@ class Dispatcher:
                         self._advance(each, each.machine.worker_lost(peer, "it cannot be reached", now), now)
             case SendCancel(peer, key, reason):
                 self._send_to(peer, Cancel(key=key, reason=reason))
+            case Blame(peers, cause):
+                self._blame(peers, cause.message, now)
             case Retry(cause, attempt):
                 self._metrics.retries.labels(cause.code).inc()
                 _log.info("request %s: attempt %d follows: %s", machine.request_id, attempt, cause.message)
@@ -322,12 +327,31 @@ class Dispatcher:
 
     def _place(self, live: LiveRequest, demand: Demand, now: float) -> None:
         try:
-            placement = self._choose(demand)
+            placement = self._choose(demand, now)
         except NoWorkerAvailable as error:
             self._advance(live, live.machine.unplaced(error, now), now)
             return
-        self._turn += 1
+        live.placement = placement
         self._advance(live, live.machine.placed(placement, now), now)
+
+    def _choose(self, demand: Demand, now: float) -> Placement:
+        placement = self._decide(demand, self._breakers.barred(now))
+        self._turn += 1
+        for peer in placement.peers:
+            self._breakers.chosen(peer, now)
+        return placement
+
+    def _blame(self, peers: frozenset[Peer], reason: str, now: float) -> None:
+        for peer in self._breakers.failed(peers, reason, now):
+            _log.warning("worker %s gets no new work while another is there: %s", peer, reason)
+
+    def _credit(self, placement: Placement | None, stage: Stage, now: float) -> None:
+        """Both legs have done their part once decode has taken over; prefill alone where it is the only one."""
+        if placement is None or (stage is Stage.PREFILLED) != (placement.decode is None):
+            return
+        for peer in placement.peers:
+            if self._breakers.answered(peer, now):
+                _log.info("worker %s serves again", peer)
 
     def _emit(self, live: LiveRequest, emit: Emit, now: float) -> None:
         machine, metrics = live.machine, self._metrics
@@ -336,6 +360,7 @@ class Dispatcher:
             report = machine.timeline.report(machine.request_id, machine.attempt + 1, now)
             metrics.reached(emit.stage, report, first=not live.answered)
             live.answered = True
+            self._credit(live.placement, emit.stage, now)
         live.mailbox.put(emit.token_ids, emit.finish_reason, report, emit.logprobs, emit.prompt_logprobs)
         metrics.output_tokens.inc(len(emit.token_ids))
         if emit.finish_reason is not None:
@@ -343,12 +368,17 @@ class Dispatcher:
             metrics.paced(machine.timeline, machine.emitted, now)
             metrics.e2e.observe(now - machine.timeline.submitted)
 
+    def _note_deadline(self, live: LiveRequest) -> None:
+        if not live.machine.ended:
+            self._deadline = min(self._deadline, live.machine.deadline)
+
     def _settle_accounts(self, live: LiveRequest) -> None:
         machine = live.machine
         if machine.ended:
             if self._live.pop(machine.request_id, None) is not None:
                 self._outstanding.charge(machine.request_id, {})
             return
+        self._note_deadline(live)
         current = (machine.state, machine.attempt)
         if current != live.charged_for:
             live.charged_for = current

@@ -23,11 +23,13 @@ class Snapshot:
         workers: all known workers, in a stable order.
         outstanding: this router's own unfinished work by worker: prompt tokens for prefill, sequences for decode.
         model: served name; workers of another one are left out.
+        barred: peers that get nothing while there are others.
     """
 
     workers: Sequence[Worker]
     outstanding: Mapping[Peer, int]
     model: str
+    barred: frozenset[Peer] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,11 @@ class Placement:
     prefill: Worker
     decode: Worker | None
     local: str = ""
+
+    @property
+    def peers(self) -> frozenset[Peer]:
+        """Each worker once."""
+        return frozenset(worker.peer for worker in (self.prefill, self.decode) if worker is not None)
 
 
 Policy = Callable[[Sequence[Worker], Mapping[Peer, int], int], list[Worker]]
@@ -111,7 +118,7 @@ def serving(snapshot: Snapshot, role: Role) -> list[Worker]:
 def ranked(policy: str, workers: Sequence[Worker], snapshot: Snapshot, demand: Demand, turn: int) -> list[Worker]:
     """Workers of one role as ``policy`` likes them, those to be avoided last."""
     liked = POLICIES[policy](workers, snapshot.outstanding, turn)
-    return sorted(liked, key=lambda worker: worker.peer in demand.excluded)
+    return sorted(liked, key=lambda worker: (worker.peer in snapshot.barred, worker.peer in demand.excluded))
 
 
 def place(policy: str, snapshot: Snapshot, demand: Demand) -> Placement:

@@ -23,13 +23,15 @@ from protocol.ids import Peer
 from protocol.loops import Loops
 from protocol.messages import Message
 from protocol.sockets import Hub
+from router.breaker import BreakerLimits, Breakers, BreakerView
 from router.config import RouterConfig
-from router.dispatcher import Dispatcher, LiveRequest
+from router.dispatcher import Dispatcher
 from router.front.generation import Generation, Output, ServiceHealth
+from router.live_request import LiveRequest
 from router.local_prefill import LocalPrefillRule
 from router.metrics import RouterMetrics
 from router.registry import Worker, WorkerRegistry
-from router.request import RequestLimits
+from router.request_limits import RequestLimits
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +56,16 @@ class Service:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._registry = WorkerRegistry(config.worker_timeout, config.step_age_bound, config.forget_after)
-        self._metrics = RouterMetrics(self._registry.workers, lambda: self._dispatcher.live_requests)
+        self._breakers = Breakers(
+            BreakerLimits(
+                failures=config.breaker_failures, window=config.breaker_window, cooldown=config.breaker_cooldown
+            )
+        )
+        self._metrics = RouterMetrics(
+            self._registry.workers,
+            lambda: self._dispatcher.live_requests,
+            lambda worker: self._breakers.view(worker.peer),
+        )
         self._dispatcher = Dispatcher(
             model=config.model,
             policy=config.policy,
@@ -72,6 +83,7 @@ class Service:
             ),
             max_requests=config.max_requests,
             registry=self._registry,
+            breakers=self._breakers,
             metrics=self._metrics,
             send=self._send,
         )
@@ -200,7 +212,9 @@ class Service:
             "policy": self._config.policy,
             "live_requests": self._dispatcher.live_requests,
             "max_model_len": self.max_model_len,
-            "workers": [_describe(worker, now) for worker in self._registry.workers()],
+            "workers": [
+                _describe(worker, self._breakers.view(worker.peer), now) for worker in self._registry.workers()
+            ],
         }
 
     def metrics(self) -> bytes:
@@ -225,6 +239,8 @@ class Service:
                 except ProtocolError as error:
                     self._complain(f"bad frame: {error.message}")
                     continue
+                if hub.renewed:
+                    self._dispatcher.renewed(identity, time.monotonic())
                 if not self._dispatcher.receive(identity, envelope, time.monotonic()):
                     self._complain(
                         f"{envelope.sender} sent a {type(envelope.body).__name__}, which is not for a router"
@@ -248,7 +264,7 @@ class Service:
             await asyncio.sleep(min(TICK, max(SHORTEST_TICK, self._dispatcher.deadline - now)))
 
 
-def _describe(worker: Worker, now: float) -> dict[str, Any]:
+def _describe(worker: Worker, breaker: BreakerView, now: float) -> dict[str, Any]:
     profile = worker.profile
     state = "lost" if not worker.live else "draining" if worker.load.draining else "live"
     return {
@@ -257,6 +273,7 @@ def _describe(worker: Worker, now: float) -> dict[str, Any]:
         "role": profile.role,
         "state": state,
         "reason": worker.lost,
+        "breaker": {"state": breaker.state.value, "reason": breaker.reason, "openings": breaker.openings},
         "last_seen_s": round(now - worker.last_seen, 3),
         "device": profile.device,
         "pid": profile.pid,

@@ -16,7 +16,8 @@ from protocol.ids import Peer, RequestKey
 from router.config import RouterConfig
 from router.front.generation import Generation, Output
 from router.policy import Placement
-from router.request import RequestLimits, RequestMachine
+from router.request import RequestMachine
+from router.request_limits import RequestLimits
 from router.service import Service
 
 PROMPT = (5, 6, 7)
