@@ -58,6 +58,7 @@ from protocol.worker_link import WorkerLink
 
 TICK = 0.1
 """Seconds between two looks at what has expired."""
+POOL_IS_FULL = Preempted("the block pool is full; older requests go first")
 
 logger = logging.getLogger(__name__)
 
@@ -380,10 +381,7 @@ class DecodeWorker:
             self._preempt(sequence)
         self._wake.set()
 
-    def _preempt(self, sequence: Sequence) -> None:
-        self._give_back(sequence, Preempted("the block pool is full; older requests go first"))
-
-    def _give_back(self, sequence: Sequence, error: WorkerError) -> None:
+    def _preempt(self, sequence: Sequence, error: WorkerError = POOL_IS_FULL) -> None:
         self._counters.preemptions += 1
         self._imports.cancel(sequence.key)
         for key in self._forks.close(sequence.key):
@@ -398,5 +396,5 @@ class DecodeWorker:
         for key in sorted(self._scheduler.keys()):
             sequence = self._scheduler.drop(key)
             if sequence is not None:
-                self._give_back(sequence, WorkerDraining(f"{self.me.name} leaves, and its time is up"))
+                self._preempt(sequence, WorkerDraining(f"{self.me.name} leaves, and its time is up"))
         self._wake.set()
