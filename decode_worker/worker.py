@@ -33,6 +33,7 @@ from protocol.curve import CurveKeys
 from protocol.errors import KVFerryError, Overloaded, Preempted, ProtocolError
 from protocol.forks import Fork, ForkBook
 from protocol.ids import Peer, RequestKey
+from protocol.kv_publisher import KVPublisher
 from protocol.loops import Loops
 from protocol.messages import (
     Cancel,
@@ -166,6 +167,7 @@ class DecodeWorker:
             heartbeat=self._heartbeat,
             on_message=self._from_router,
             on_router_lost=self._router_lost,
+            publisher=KVPublisher(self.pool.index.watch().take, self.pool.index.hashes),
             keys=keys,
         )
         resources.push_async_callback(self._link.close)
@@ -198,6 +200,8 @@ class DecodeWorker:
             steps=self._stepper.steps,
             step_seconds=self._stepper.step_seconds,
             step_age=self._stepper.age,
+            step_fixed=self._stepper.pace.fixed,
+            step_per_token=self._stepper.pace.per_token,
             cached_tokens=self._cached_tokens,
             decode_tokens=self._decode_tokens,
             kv_blocks=imports.kv_blocks,

@@ -200,6 +200,11 @@ class BlockPool:
         """Blocks of the longest indexed prefix of the chain; takes no hold and leaves the LRU order alone."""
         return self._index.find(hashes)
 
+    @property
+    def index(self) -> PrefixIndex:
+        """What :meth:`match` looks into; for who tells others of it."""
+        return self._index
+
     def generation(self, block: int) -> int:
         """How often ``block`` was allocated."""
         return self._generations[block]

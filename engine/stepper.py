@@ -17,6 +17,7 @@ from engine.checkpoint import Progress
 from engine.config import EngineConfig
 from engine.layer_watch import LayerWatch
 from engine.runner import ModelRunner
+from engine.step_pace import StepPace
 
 
 class Stepper:
@@ -25,12 +26,14 @@ class Stepper:
     Attributes:
         steps: forward steps finished.
         step_seconds: time spent in them.
+        pace: what they take lately.
     """
 
     def __init__(self, runner: ModelRunner, executor: ThreadPoolExecutor) -> None:
         self.runner = runner
         self.steps = 0
         self.step_seconds = 0.0
+        self.pace = StepPace()
         self._executor = executor
         self._entered: float | None = None
 
@@ -76,7 +79,9 @@ class Stepper:
         if watch is not None:
             watch = LayerWatch(watch.every, partial(_tell_on, loop, watch.tell))
         try:
-            return await loop.run_in_executor(self._executor, self.runner.execute, chunks, watch)
+            draws = await loop.run_in_executor(self._executor, self.runner.execute, chunks, watch)
+            self.pace.add(sum(len(chunk.token_ids) for chunk in chunks), time.monotonic() - self._entered)
+            return draws
         finally:
             self.steps += 1
             self.step_seconds += time.monotonic() - self._entered

@@ -30,6 +30,7 @@ from protocol.curve import CurveKeys
 from protocol.errors import ContextLengthExceeded, InvalidRequest, KVFerryError, Overloaded, Preempted, ProtocolError
 from protocol.forks import ForkBook
 from protocol.ids import Peer, RequestKey
+from protocol.kv_publisher import KVPublisher
 from protocol.loops import Loops
 from protocol.messages import (
     Cancel,
@@ -142,6 +143,7 @@ class PrefillWorker:
             peer_endpoint=self._hub.endpoint,
             device=str(runner.device),
             pid=os.getpid(),
+            step_tokens=settings.max_batch_tokens,
         )
         self._link = WorkerLink(
             context,
@@ -150,6 +152,7 @@ class PrefillWorker:
             heartbeat=self._heartbeat,
             on_message=self._from_router,
             on_router_lost=self._router_lost,
+            publisher=KVPublisher(self.pool.index.watch().take, self.pool.index.hashes),
             keys=keys,
         )
         resources.push_async_callback(self._link.close)
@@ -184,6 +187,8 @@ class PrefillWorker:
             steps=self._stepper.steps,
             step_seconds=self._stepper.step_seconds,
             step_age=self._stepper.age,
+            step_fixed=self._stepper.pace.fixed,
+            step_per_token=self._stepper.pace.per_token,
             prefill_tokens=self._prefill_tokens,
             cached_tokens=self._cached_tokens,
             kv_blocks=exports.kv_blocks,

@@ -11,6 +11,8 @@ History of the wire:
   ``decode_turns``, ``draft_tokens`` and ``accepted_tokens``; ``Prefill.seniority``, ``Reserve.seniority``,
   ``Reserve.prefill_rate``, ``WorkerLoad.swaps`` and ``WorkerLoad.swapped_blocks``; ``KVLayout.scales``, and eight-bit
   types of ``KVLayout.dtype``.
+* 3 -- ``KVFollow``, ``KVEvents``, ``KVSnapshot`` and ``Heartbeat.kv_sequence``: routers know what workers have cached;
+  ``WorkerLoad.step_fixed`` and ``step_per_token``, ``WorkerProfile.step_tokens``.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from protocol.ids import Peer
 from protocol.messages import Envelope, Message
 
 MAGIC = b"KF"
-VERSION = 2
+VERSION = 3
 """The one version this release speaks."""
 HEADER = MAGIC + bytes([VERSION])
 MAX_FRAME_BYTES = 16 << 20

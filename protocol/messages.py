@@ -3,6 +3,7 @@
 Who sends what::
 
     router -> prefill   Prefill, Cancel            prefill -> router   PromptLogprobs, Tokens, Failed, Heartbeat
+    (and between router and either: the messages of :mod:`protocol.kv_events`)
     router -> decode    Reserve, Cancel            decode  -> router   Tokens, Failed, Heartbeat
     decode -> prefill   Grant, Renew, Settle, Abort
     prefill -> decode   Handover, Refuse, Renew
@@ -20,7 +21,9 @@ import msgspec
 from protocol.error_info import MAX_TEXT, ErrorInfo, Text
 from protocol.forks import MAX_FORKS, Forks
 from protocol.ids import Address, BlockId, Peer, RequestKey, Role, Ticket, WorkerId
+from protocol.kv_events import KVEvents, KVFollow, KVSnapshot
 from protocol.layout import KVLayout
+from protocol.pool_counts import Count, PoolCounts
 from protocol.prompt_logprobs import PromptLogprobs
 from protocol.sampling import MAX_LOGPROBS, FinishReason, SamplingParams, TokenId, TokenLogprobs
 from protocol.transfer_counts import TransferCounts
@@ -37,33 +40,9 @@ BlockIds = Annotated[tuple[BlockId, ...], msgspec.Meta(max_length=MAX_BLOCKS)]
 Generations = Annotated[
     tuple[Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)], ...], msgspec.Meta(max_length=MAX_BLOCKS)
 ]
-Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 Seniority = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
 Salt = Annotated[str, msgspec.Meta(max_length=MAX_SALT)]
-
-
-class PoolCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks of one pool by state; ``leaked`` must read 0."""
-
-    free: Count
-    active: Count
-    cached: Count
-    exported: Count
-    importing: Count
-    draining: Count
-    reserved: Count
-    total: Count
-
-    @property
-    def used(self) -> int:
-        """Blocks that somebody holds."""
-        return self.active + self.exported + self.importing + self.draining
-
-    @property
-    def leaked(self) -> int:
-        """Blocks that no state accounts for (negative: counted twice)."""
-        return self.total - self.reserved - self.free - self.cached - self.used
 
 
 class WorkerProfile(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,6 +59,7 @@ class WorkerProfile(msgspec.Struct, frozen=True, kw_only=True):
         kv_addresses: where its KV receiver listens, one URI per transport (decode only).
         device: "cpu" or "cuda:0" and the like.
         pid: of its process.
+        step_tokens: that a step of it takes at most; 0 where that is not told.
     """
 
     role: Role
@@ -92,6 +72,7 @@ class WorkerProfile(msgspec.Struct, frozen=True, kw_only=True):
     kv_addresses: Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_ADDRESSES)] = ()
     device: Annotated[str, msgspec.Meta(max_length=64)] = "cpu"
     pid: Count = 0
+    step_tokens: Count = 0
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +94,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
         draining: takes no new work.
         used_slots: of the blocks in use: each holds one token's KV, or will.
         empty_slots: those of them for which there is no token, behind the last one of a sequence.
+        step_fixed, step_per_token: seconds of a step whatever is in it, and that each token in it adds, as measured
+            lately; 0 before the first steps. A decode step has one token for each sequence, or more with drafts.
         decode_turns: sequences that took part in decode steps, counted at each step.
         draft_tokens, accepted_tokens: guessed ahead of the model, and found right by it (decode).
     """
@@ -143,6 +126,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     accepted_tokens: Count = 0
     used_slots: Count = 0
     empty_slots: Count = 0
+    step_fixed: Seconds = 0.0
+    step_per_token: Seconds = 0.0
 
     @property
     def empty_share(self) -> float:
@@ -151,11 +136,15 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """Worker to every router, twice a second: enough for a router that has just started to know the worker."""
+    """Worker to every router, twice a second: enough for a router that has just started to know the worker.
+
+    ``kv_sequence`` is the number of the last KV events of its prefix cache.
+    """
 
     profile: WorkerProfile
     load: WorkerLoad
     transfer: TransferCounts = TransferCounts()
+    kv_sequence: Count = 0
 
 
 class PrefillAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -361,7 +350,7 @@ class Refuse(msgspec.Struct, frozen=True, kw_only=True, tag="refuse"):
     error: ErrorInfo
 
 
-_Routed = Heartbeat | Prefill | Reserve | Cancel | PromptLogprobs | Tokens | Failed
+_Routed = Heartbeat | Prefill | Reserve | Cancel | PromptLogprobs | Tokens | Failed | KVFollow | KVEvents | KVSnapshot
 Message = _Routed | Grant | Renew | Settle | Abort | Handover | Refuse
 """Anything that may travel on the request plane."""
 
