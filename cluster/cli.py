@@ -11,6 +11,7 @@ from rich.console import Console
 
 from cluster.api_key import ApiKey, CaFile, key_command
 from cluster.bench.command import bench_app
+from cluster.explain_command import explain_command
 from cluster.model_command import model_app
 from protocol.errors import ClusterError, InvariantViolation, KVFerryError
 
@@ -24,6 +25,7 @@ app = typer.Typer(
 app.add_typer(model_app)
 app.add_typer(bench_app)
 app.command("key")(key_command)
+app.command("explain")(explain_command)
 
 ERROR_STATUS = 1
 INTERNAL_ERROR_STATUS = 70

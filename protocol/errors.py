@@ -8,6 +8,7 @@ succeed (``retryable``). Exceptions of other libraries are mapped to these at th
     KVFerryError                      internal_error
     ├── InvalidRequest                invalid_request            the client sent something wrong; names the field
     │   ├── UnknownModel              model_not_found
+    │   ├── UnknownRequest            request_not_found
     │   ├── ContextLengthExceeded     context_length_exceeded
     │   ├── UnsupportedField          unsupported_field
     │   ├── Unauthorized              unauthorized               no key, or one that is not known
@@ -87,6 +88,12 @@ class UnknownModel(InvalidRequest):
     """The named model is not served here."""
 
     code = "model_not_found"
+
+
+class UnknownRequest(InvalidRequest):
+    """The named request is not known here, or not any more."""
+
+    code = "request_not_found"
 
 
 class ContextLengthExceeded(InvalidRequest):

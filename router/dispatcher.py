@@ -14,6 +14,7 @@ from typing import ParamSpec
 
 from protocol.errors import InvariantViolation, KVFerryError, NoWorkerAvailable, Overloaded
 from protocol.ids import Peer, RequestKey, new_request_id
+from protocol.kv_events import KVEvents, KVFollow, KVSnapshot
 from protocol.messages import (
     Cancel,
     Envelope,
@@ -25,6 +26,7 @@ from protocol.messages import (
     Reserve,
     Tokens,
 )
+from router.explanations import Decision
 from router.forks import check_alike, fold
 from router.front.generation import Generation, GenerationReport
 from router.instructions import (
@@ -40,8 +42,9 @@ from router.instructions import (
 )
 from router.mailbox import Mailbox
 from router.metrics import RouterMetrics
-from router.outstanding import Outstanding
-from router.policy import Demand, Snapshot, mismatch, place
+from router.placer import Placer
+from router.policy import Demand, Placement, mismatch
+from router.prompt_chain import PromptChains
 from router.registry import WorkerEvent, WorkerJoined, WorkerRegistry
 from router.request import RequestLimits, RequestMachine
 from router.request_table import RequestState
@@ -56,15 +59,19 @@ class LiveRequest:
 
     Attributes:
         machine: decides.
+        generation: what its reader wants.
+        chains: of its prompt's blocks.
         mailbox: its reader's.
         answered: whether its first token was given out.
-        charged_for: state and attempt that its workers are charged for.
+        decision: where the attempt under way went, and why; None before the first, and where another's carries it.
     """
 
     machine: RequestMachine
+    generation: Generation
+    chains: PromptChains
     mailbox: Mailbox = field(default_factory=Mailbox)
     answered: bool = False
-    charged_for: tuple[RequestState, int] = (RequestState.QUEUED, 0)
+    decision: Decision | None = None
 
 
 class Dispatcher:
@@ -72,7 +79,7 @@ class Dispatcher:
 
     Args:
         model: served name.
-        policy: name of the placement policy.
+        placer: chooses the workers.
         limits: on each request.
         max_requests: live at once.
         registry: of the workers.
@@ -84,7 +91,7 @@ class Dispatcher:
         self,
         *,
         model: str,
-        policy: str,
+        placer: Placer,
         limits: RequestLimits,
         max_requests: int,
         registry: WorkerRegistry,
@@ -92,14 +99,13 @@ class Dispatcher:
         send: Callable[[bytes, Message], bool],
     ) -> None:
         self._model = model
-        self._policy = policy
+        self._placer = placer
         self._limits = limits
         self._max_requests = max_requests
         self._registry = registry
         self._metrics = metrics
         self._send = send
         self._live: dict[str, LiveRequest] = {}
-        self._outstanding = Outstanding()
         self._turn = 0
         self._work: deque[tuple[LiveRequest, Instruction]] = deque()
         self._working = False
@@ -139,17 +145,13 @@ class Dispatcher:
         together = self._let_in(generations)
         wishes = [wish for live in together for wish in live.machine.submit(now) if isinstance(wish, NeedPlacement)]
         try:
-            placement = place(self._policy, self._snapshot(), Demand(wishes[0].needs_decode, turn=self._turn))
+            placement = self._choose(together[0], wishes[0], now, len(together))
         except NoWorkerAvailable as error:
             for live in together:
                 self._advance(live, live.machine.unplaced(error, now), now)
             return together
-        self._turn += 1
-        first, *others = together
-        opened = [live.machine.placed(placement, now, carried=live is not first) for live in together]
-        for live in others:
-            self._settle_accounts(live)
-        self._advance(first, fold(opened), now)
+        opened = [live.machine.placed(placement, now) for live in together]
+        self._advance(together[0], fold(opened), now)
         return together
 
     def _let_in(self, generations: Sequence[Generation]) -> list[LiveRequest]:
@@ -159,7 +161,14 @@ class Dispatcher:
                 f"{live} requests are under way and {len(generations)} more asked for, "
                 f"the bound is {self._max_requests}"
             )
-        fresh = [LiveRequest(RequestMachine(new_request_id(), each, self._limits)) for each in generations]
+        fresh = [
+            LiveRequest(
+                RequestMachine(new_request_id(), each, self._limits),
+                each,
+                PromptChains(each.token_ids, each.cache_salt),
+            )
+            for each in generations
+        ]
         for each, generation in zip(fresh, generations, strict=True):
             self._live[each.machine.request_id] = each
             self._metrics.prompt_tokens.inc(len(generation.token_ids))
@@ -185,6 +194,9 @@ class Dispatcher:
         match envelope.body:
             case Heartbeat() as beat:
                 self._workers_changed(self._registry.heartbeat(envelope.sender, identity, beat, now), now)
+                self._follow(identity, self._placer.heartbeat(envelope.sender, beat.kv_sequence, now))
+            case KVEvents() | KVSnapshot():
+                self._follow(identity, self._placer.told(envelope.sender, envelope.body, now))
             case PromptLogprobs() as told:
                 live = self._current(identity, told.key, leg_goes_on=True)
                 if live is not None:
@@ -211,16 +223,17 @@ class Dispatcher:
         for live in [live for live in self._live.values() if live.machine.deadline <= now]:
             self._guarded(live, now, live.machine.tick, now)
 
-    def can_place(self) -> str | None:
+    def can_place(self, now: float) -> str | None:
         """Why a new request would find no pair of workers, or None when it would find one."""
         try:
-            place(self._policy, self._snapshot(), Demand(needs_decode=True))
+            self._placer.look(PromptChains(), Demand(needs_decode=True), now)
         except NoWorkerAvailable as error:
             return error.message
         return None
 
-    def _snapshot(self) -> Snapshot:
-        return Snapshot(self._registry.workers(), self._outstanding.by_peer, self._model)
+    def _follow(self, identity: bytes, message: KVFollow | None) -> None:
+        if message is not None:
+            self._send(identity, message)
 
     def _current(self, identity: bytes, key: RequestKey, *, leg_goes_on: bool) -> LiveRequest | None:
         live = self._live.get(key.request_id)
@@ -270,7 +283,8 @@ class Dispatcher:
         self._advance(live, instructions, now)
 
     def _advance(self, live: LiveRequest, instructions: Iterable[Instruction], now: float) -> None:
-        self._settle_accounts(live)
+        if live.machine.ended:
+            self._forget(live, now)
         self._work.extend((live, instruction) for instruction in instructions)
         if self._working:
             return  # the loop below is running further up the stack and will come to these
@@ -287,9 +301,9 @@ class Dispatcher:
         match instruction:
             case Emit():
                 self._emit(live, instruction, now)
-            case NeedPlacement(needs_decode, excluded):
+            case NeedPlacement():
                 if machine.state is RequestState.QUEUED:
-                    self._place(live, Demand(needs_decode, excluded, self._turn), now)
+                    self._place(live, instruction, now)
             case SendReserve(peer, message) | SendPrefill(peer, message):
                 # An attempt that ended while its messages waited here is not opened any more.
                 if machine.key == message.key and not machine.ended and not self._send_to(peer, message):
@@ -314,14 +328,24 @@ class Dispatcher:
         worker = self._registry.find(peer)
         return worker is not None and self._send(worker.identity, message)
 
-    def _place(self, live: LiveRequest, demand: Demand, now: float) -> None:
+    def _place(self, live: LiveRequest, wish: NeedPlacement, now: float) -> None:
         try:
-            placement = place(self._policy, self._snapshot(), demand)
+            placement = self._choose(live, wish, now)
         except NoWorkerAvailable as error:
             self._advance(live, live.machine.unplaced(error, now), now)
             return
-        self._turn += 1
         self._advance(live, live.machine.placed(placement, now), now)
+
+    def _choose(self, live: LiveRequest, wish: NeedPlacement, now: float, sequences: int = 1) -> Placement:
+        machine, generation = live.machine, live.generation
+        if machine.emitted:
+            live.chains.grow(machine.token_ids)
+        output = generation.sampling.max_tokens - machine.emitted
+        demand = Demand(wish.needs_decode, wish.excluded, self._turn, output, generation.session, sequences)
+        placement, live.decision = self._placer.place(live.chains, demand, machine.key, now)
+        self._placer.explanations.keep(generation.name or machine.request_id, live.decision)
+        self._turn += 1
+        return placement
 
     def _emit(self, live: LiveRequest, emit: Emit, now: float) -> None:
         machine, metrics = live.machine, self._metrics
@@ -329,6 +353,8 @@ class Dispatcher:
         if emit.stage is not Stage.DECODING or emit.finish_reason is not None:
             report = machine.timeline.report(machine.request_id, machine.attempt + 1, now)
             metrics.reached(emit.stage, report, first=not live.answered)
+            if emit.stage is Stage.PREFILLED and live.decision is not None:
+                metrics.ttft_error.observe(self._placer.first_token(live.decision, now))
             live.answered = True
         live.mailbox.put(emit.token_ids, emit.finish_reason, report, emit.logprobs, emit.prompt_logprobs)
         metrics.output_tokens.inc(len(emit.token_ids))
@@ -337,13 +363,11 @@ class Dispatcher:
             metrics.paced(machine.timeline, machine.emitted, now)
             metrics.e2e.observe(now - machine.timeline.submitted)
 
-    def _settle_accounts(self, live: LiveRequest) -> None:
+    def _forget(self, live: LiveRequest, now: float) -> None:
         machine = live.machine
-        if machine.ended:
-            if self._live.pop(machine.request_id, None) is not None:
-                self._outstanding.charge(machine.request_id, {})
+        first = machine.timeline.first_token
+        if self._live.pop(machine.request_id, None) is None or live.decision is None or first is None:
             return
-        current = (machine.state, machine.attempt)
-        if current != live.charged_for:
-            live.charged_for = current
-            self._outstanding.charge(machine.request_id, machine.charges())
+        # Where several attempts gave the tokens, none of them tells of a worker.
+        if not machine.attempt:
+            self._placer.ended(live.decision, machine.emitted, now - first)

@@ -27,6 +27,7 @@ from router.config import RouterConfig
 from router.dispatcher import Dispatcher, LiveRequest
 from router.front.generation import Generation, Output, ServiceHealth
 from router.metrics import RouterMetrics
+from router.placer import Placer, PlacerConfig
 from router.registry import Worker, WorkerRegistry
 from router.request import RequestLimits
 
@@ -53,10 +54,15 @@ class Service:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._registry = WorkerRegistry(config.worker_timeout, config.step_age_bound, config.forget_after)
-        self._metrics = RouterMetrics(self._registry.workers, lambda: self._dispatcher.live_requests)
+        self._placer = Placer(
+            PlacerConfig(config.model, config.policy, config.slow_start, config.explained_requests), self._registry
+        )
+        self._metrics = RouterMetrics(
+            self._registry.workers, lambda: self._dispatcher.live_requests, self._placer.index, self._placer.feeds
+        )
         self._dispatcher = Dispatcher(
             model=config.model,
-            policy=config.policy,
+            placer=self._placer,
             limits=RequestLimits(
                 max_attempts=config.max_attempts,
                 worker_wait=config.worker_wait,
@@ -186,7 +192,7 @@ class Service:
         if not self._serving or any(task.done() for task in self.tasks):
             lack: str | None = "the router is not running"
         else:
-            lack = self._dispatcher.can_place()
+            lack = self._dispatcher.can_place(time.monotonic())
         return ServiceHealth(lack is None, roles.count("prefill"), roles.count("decode"), lack or "ready")
 
     def cluster(self) -> dict[str, Any]:
@@ -200,6 +206,10 @@ class Service:
             "max_model_len": self.max_model_len,
             "workers": [_describe(worker, now) for worker in self._registry.workers()],
         }
+
+    def explain(self, name: str) -> list[dict[str, Any]]:
+        """Each placement of a client's request, ready for JSON; none when it is not known (any more)."""
+        return [decision.told() for decision in self._placer.explanations.find(name)]
 
     def metrics(self) -> bytes:
         """All metrics in the Prometheus text format; may be called in any thread."""

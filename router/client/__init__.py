@@ -10,6 +10,7 @@
 """
 
 from router.client.asynchronous import AsyncClient, AsyncStream
+from router.client.explanation import Explanation, Placed
 from router.client.results import Chunk, Completion, Health, ModelCard, Timings, ToolCall, Usage
 from router.client.scores import RankedToken, ScoredToken, Tokenization
 from router.client.synchronous import Client, Stream
@@ -20,8 +21,10 @@ __all__ = [
     "Chunk",
     "Client",
     "Completion",
+    "Explanation",
     "Health",
     "ModelCard",
+    "Placed",
     "RankedToken",
     "ScoredToken",
     "Stream",

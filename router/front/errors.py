@@ -18,6 +18,7 @@ from protocol.errors import (
     RateLimited,
     Unauthorized,
     UnknownModel,
+    UnknownRequest,
 )
 
 STATUSES: dict[type[KVFerryError], int] = {
@@ -25,6 +26,7 @@ STATUSES: dict[type[KVFerryError], int] = {
     InvalidRequest: 400,
     Unauthorized: 401,
     UnknownModel: 404,
+    UnknownRequest: 404,
     PayloadTooLarge: 413,
     Overloaded: 429,
     NoWorkerAvailable: 503,

@@ -28,6 +28,8 @@ class Generation:
         timeout: seconds for the whole request; None takes the service's default.
         prompt_logprobs: how many alternatives are wanted beside each prompt token's log-probability; None wants none.
         priority: of the request among others; lower is earlier.
+        session: whose requests go together, where the policy heeds it; "" when that is not known.
+        name: of the client's request, by which it is explained; "" takes the service's own id.
     """
 
     token_ids: tuple[int, ...]
@@ -36,6 +38,8 @@ class Generation:
     timeout: float | None = None
     prompt_logprobs: int | None = None
     priority: int = 0
+    session: str = ""
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,9 @@ class GenerationService(Protocol):
 
     def cluster(self) -> dict[str, Any]:
         """The workers' state, ready for JSON."""
+
+    def explain(self, name: str) -> list[dict[str, Any]]:
+        """Each placement of a client's request, ready for JSON; none when it is not known (any more)."""
 
     def metrics(self) -> bytes:
         """All metrics in the Prometheus text format; may be called in any thread."""

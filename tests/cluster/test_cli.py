@@ -15,7 +15,7 @@ from cluster.state import NodeState, ProcessMark, StateStore
 from protocol.errors import ConfigError
 from router.front.keys import hash_of, read_keys
 
-COMMANDS = ("up", "status", "down", "complete", "chat", "demo", "doctor", "model", "bench", "key", "version")
+COMMANDS = ("up", "status", "down", "complete", "chat", "demo", "doctor", "model", "bench", "key", "explain", "version")
 
 
 def kvferry(*arguments: str, state: Path) -> subprocess.CompletedProcess[str]:
@@ -59,6 +59,7 @@ def test_the_command_starts_without_the_heavy_packages() -> None:
         (("chat", "hello", "--url", "nonsense"), "nonsense"),
         (("chat", " ", "--url", "http://127.0.0.1:9"), "the message is empty"),
         (("complete", "hello"), "no cluster is up here"),
+        (("explain", "r", "--url", "http://127.0.0.1:9"), "127.0.0.1:9"),
     ],
 )
 def test_an_error_is_one_line_and_a_status(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from router.config import RouterConfig
         ("port", 65536),
         ("hub", "http://127.0.0.1:1"),
         ("policy", "best"),
+        ("slow_start", -1.0),
+        ("explained_requests", -1),
         ("tool_format", "xml"),
         ("worker_timeout", 0.0),
         ("step_age_bound", float("inf")),
@@ -40,7 +42,7 @@ def test_a_wrong_value_is_named(field: str, value: object) -> None:
 
 def test_the_defaults_are_valid() -> None:
     config = RouterConfig(model="m", tokenizer="t")
-    assert (config.policy, config.max_attempts, config.lease_ttl) == ("least_loaded", 4, 30.0)
+    assert (config.policy, config.max_attempts, config.lease_ttl) == ("cost", 4, 30.0)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "gpu-7.example"])
