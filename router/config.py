@@ -26,6 +26,8 @@ class RouterConfig:
         policy: how workers are chosen, a name in ``router.policy.POLICIES``.
         slow_start: how long a worker that has just joined gets less than its part; the ``cost`` policy heeds it.
         explained_requests: of how many of the last requests it is kept why they went where they went.
+        ttft_target: a new request is refused when no worker is predicted to give its first token within this, unless it
+            brings a ``ttft_target`` of its own; 0 refuses none.
         worker_timeout: a worker that sends no heartbeat this long is lost.
         step_age_bound: a worker whose step loop has not come round this long is lost.
         forget_after: a lost worker is dropped from the listing after this.
@@ -59,6 +61,7 @@ class RouterConfig:
     policy: str = "cost"
     slow_start: float = 10.0
     explained_requests: int = 1024
+    ttft_target: float = 0.0
     worker_timeout: float = 2.0
     step_age_bound: float = 10.0
     forget_after: float = 600.0
@@ -110,7 +113,15 @@ class RouterConfig:
         ):
             self._check(field, 0.0 < getattr(self, field) < math.inf, "over 0 and finite")
         self._check("explained_requests", 0 <= self.explained_requests <= 1 << 20, "in [0, 2**20]")
-        for field in ("slow_start", "worker_wait", "worker_wait_first", "retry_backoff", "reorder_grace", "stop_grace"):
+        for field in (
+            "slow_start",
+            "ttft_target",
+            "worker_wait",
+            "worker_wait_first",
+            "retry_backoff",
+            "reorder_grace",
+            "stop_grace",
+        ):
             self._check(field, 0.0 <= getattr(self, field) < math.inf, "at least 0 and finite")
         self._check("priority_aging", 0.0 <= self.priority_aging <= 3600.0, "in [0, 3600]")
         for field in ("max_attempts", "max_requests"):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ParamSpec
 
-from protocol.errors import InvariantViolation, KVFerryError, NoWorkerAvailable, Overloaded
+from protocol.errors import InvariantViolation, KVFerryError, NoWorkerAvailable, Overloaded, TargetOutOfReach
 from protocol.ids import Peer, RequestKey, new_request_id
 from protocol.kv_events import KVEvents, KVFollow, KVSnapshot
 from protocol.messages import (
@@ -82,6 +82,7 @@ class Dispatcher:
         placer: chooses the workers.
         limits: on each request.
         max_requests: live at once.
+        ttft_target: of requests that bring none; 0 for none.
         registry: of the workers.
         metrics: counts what happens.
         send: queues a message for a worker by its hub identity; False when it cannot be reached.
@@ -94,6 +95,7 @@ class Dispatcher:
         placer: Placer,
         limits: RequestLimits,
         max_requests: int,
+        ttft_target: float,
         registry: WorkerRegistry,
         metrics: RouterMetrics,
         send: Callable[[bytes, Message], bool],
@@ -102,6 +104,7 @@ class Dispatcher:
         self._placer = placer
         self._limits = limits
         self._max_requests = max_requests
+        self._ttft_target = ttft_target
         self._registry = registry
         self._metrics = metrics
         self._send = send
@@ -149,6 +152,10 @@ class Dispatcher:
         except NoWorkerAvailable as error:
             for live in together:
                 self._advance(live, live.machine.unplaced(error, now), now)
+            return together
+        except TargetOutOfReach as error:
+            for live in together:
+                self._advance(live, live.machine.abandon(error, now), now)
             return together
         opened = [live.machine.placed(placement, now) for live in together]
         self._advance(together[0], fold(opened), now)
@@ -334,6 +341,9 @@ class Dispatcher:
         except NoWorkerAvailable as error:
             self._advance(live, live.machine.unplaced(error, now), now)
             return
+        except TargetOutOfReach as error:
+            self._advance(live, live.machine.abandon(error, now), now)
+            return
         self._advance(live, live.machine.placed(placement, now), now)
 
     def _choose(self, live: LiveRequest, wish: NeedPlacement, now: float, sequences: int = 1) -> Placement:
@@ -341,7 +351,10 @@ class Dispatcher:
         if machine.emitted:
             live.chains.grow(machine.token_ids)
         output = generation.sampling.max_tokens - machine.emitted
-        demand = Demand(wish.needs_decode, wish.excluded, self._turn, output, generation.session, sequences)
+        target = 0.0
+        if not machine.attempt:  # what was let in is served, late or not
+            target = self._ttft_target if generation.ttft_target is None else generation.ttft_target
+        demand = Demand(wish.needs_decode, wish.excluded, self._turn, output, generation.session, sequences, target)
         placement, live.decision = self._placer.place(live.chains, demand, machine.key, now)
         self._placer.explanations.keep(generation.name or machine.request_id, live.decision)
         self._turn += 1

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from protocol.errors import TargetOutOfReach
 from protocol.ids import Peer, RequestKey
 from protocol.kv_events import KVEvents, KVFollow, KVSnapshot
 from router.block_index import BlockIndex
@@ -87,9 +88,18 @@ class Placer:
 
         Raises:
             NoWorkerAvailable: there is none; says which role is missing.
+            TargetOutOfReach: there is, but none is predicted to give the first token in time.
         """
         snapshot, choice = self.look(chains, demand, now)
         fleet, told = self._fleet, snapshot.forecast
+        if demand.ttft_target:
+            rows = fleet.able("prefill")
+            soonest = float((told.ttft + told.wait)[rows].min())
+            if soonest > demand.ttft_target:
+                raise TargetOutOfReach(
+                    f"the first token is predicted in {soonest:.3g} s, and wanted within {demand.ttft_target:g} s",
+                    soonest - demand.ttft_target,
+                )
         prefill, decode = fleet.workers[choice.prefill], None
         assert prefill is not None, "it takes work"
         decode_candidates = None

@@ -24,6 +24,8 @@ AVOIDED = 1e12
 """What an excluded worker costs more than any other."""
 LINK_USE = 0.1
 """What a second of a link costs where nobody waits for it."""
+LATE = 100.0
+"""Seconds that a worker costs more which misses a target; one that meets it is taken if there is any."""
 IMBALANCE_TOKENS, IMBALANCE_SEQUENCES = 4096, 8
 """More than the least loaded has, at which a worker gets nothing for its prefix alone."""
 
@@ -39,6 +41,7 @@ class Demand:
         output: tokens at most.
         session: whose requests go together; "" when that is not known.
         sequences: that one prefill comes to.
+        ttft_target: seconds within which the first token is to come; 0 for no bound.
     """
 
     needs_decode: bool
@@ -47,6 +50,7 @@ class Demand:
     output: int = HORIZON
     session: str = ""
     sequences: int = 1
+    ttft_target: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +152,8 @@ def cost(snapshot: Snapshot, demand: Demand) -> Ranking:
     told = snapshot.forecast
     tokens = min(demand.output, HORIZON)
     prefill = told.ttft / told.speed + told.wait
+    if demand.ttft_target:
+        prefill += np.where(told.ttft + told.wait > demand.ttft_target, LATE, 0.0)
     # Even where a transfer holds nobody up, others could have had the link.
     decode = told.tpot * tokens / told.speed + told.wait + LINK_USE * told.transfer
     return Ranking(prefill, decode, in_seconds=True, tolerance=5e-3)

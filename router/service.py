@@ -75,6 +75,7 @@ class Service:
                 priority_aging=config.priority_aging,
             ),
             max_requests=config.max_requests,
+            ttft_target=config.ttft_target,
             registry=self._registry,
             metrics=self._metrics,
             send=self._send,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from protocol.prompt_logprobs import LogprobTable
@@ -28,6 +28,7 @@ class Generation:
         timeout: seconds for the whole request; None takes the service's default.
         prompt_logprobs: how many alternatives are wanted beside each prompt token's log-probability; None wants none.
         priority: of the request among others; lower is earlier.
+        ttft_target: seconds within which the first token is worth having; None takes the service's default.
         session: whose requests go together, where the policy heeds it; "" when that is not known.
         name: of the client's request, by which it is explained; "" takes the service's own id.
     """
@@ -38,8 +39,9 @@ class Generation:
     timeout: float | None = None
     prompt_logprobs: int | None = None
     priority: int = 0
+    ttft_target: float | None = None
     session: str = ""
-    name: str = ""
+    name: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)

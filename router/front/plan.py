@@ -214,6 +214,7 @@ class Planner:
                     # One generation of a prompt tells of its tokens; the others find the prompt in the caches.
                     prompt_logprobs=None if prompt.token_ids in seen else told,
                     priority=request.priority or 0,
+                    ttft_target=request.ttft_target,
                     session=request.prompt_cache_key or request.user or "",
                 )
                 seen.add(prompt.token_ids)

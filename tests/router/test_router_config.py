@@ -20,6 +20,7 @@ from router.config import RouterConfig
         ("hub", "http://127.0.0.1:1"),
         ("policy", "best"),
         ("slow_start", -1.0),
+        ("ttft_target", -0.5),
         ("explained_requests", -1),
         ("tool_format", "xml"),
         ("worker_timeout", 0.0),
