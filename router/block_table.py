@@ -1,6 +1,6 @@
 """From the keys of blocks to small numbers, for tens of millions of them: open addressing over numpy arrays.
 
-Keys lie in buckets of eight, one cache line each, in the first bucket from their own on that had room; a bucket that
+Keys lie in buckets of sixteen, two cache lines each, in the first bucket from their own on that had room; a bucket that
 some key has passed sends searches on. A slot with key 0 was never used; one with value 0 is dead, and free for any key.
 When unused slots run out a new table is made, and each further call moves a part of the old one there, so that no call
 takes long: 12 bytes a slot, at most 38 bytes a key, while both tables are there.
@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 Array = NDArray[np.uint64]
 Values = NDArray[np.uint32]
 
-BUCKET = 8
-FIRST_BUCKETS = 128
+BUCKET = 16
+FIRST_BUCKETS = 64
 FEW = 24
 """Keys up to which the rest of a search is quicker one by one."""
 FILL = 0.8
@@ -29,7 +29,7 @@ DENSE = 0.55
 GROWTH = 1.4
 MIX = np.uint64(0x9E3779B97F4A7C15)
 """Spreads keys over the buckets however they are chosen; a product keeps its low 64 bits."""
-PACE = 4
+PACE = 16
 """Slots moved for each key assigned while there are two tables."""
 
 
