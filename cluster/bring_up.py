@@ -153,6 +153,8 @@ class _BringUp:
             if calls and time.monotonic() > self._deadline:
                 late = ", ".join(f"{name} ({last[name]})" for name in sorted(calls.values()))
                 hint = f"; Ray has {ray.available_resources()} left" if "placing" in late else ""
+                # What has no process yet would not hear that it is to stop in good order.
+                _kill(ray, {name: handles[name] for name in {*calls.values()} - {*self._pids}}, self._state)
                 raise StartFailed(f"not ready within {self._config.ray.start_timeout:g} s: {late}{hint}")
             if calls:
                 time.sleep(POLL_SECONDS)
@@ -224,13 +226,18 @@ def _stop_actors(state: ClusterState, node: NodeState, progress: Progress) -> No
                 progress(Step(actor=name, stage="stopping"))
             if asked:
                 ray.wait(asked, num_returns=len(asked), timeout=STOP_SECONDS)
-        for handle in handles.values():
-            ray.kill(handle, no_restart=True)
-        deadline = time.monotonic() + STOP_SECONDS
-        while any(_find(ray, name) is not None for name in handles):
-            if time.monotonic() > deadline:
-                raise ClusterError(f"Ray still lists actors of cluster {state.name!r}")
-            time.sleep(POLL_SECONDS)
+        _kill(ray, handles, state)
+
+
+def _kill(ray: Any, handles: dict[str, Any], state: ClusterState) -> None:
+    """Kill actors, and wait until Ray has forgotten their names."""
+    for handle in handles.values():
+        ray.kill(handle, no_restart=True)
+    deadline = time.monotonic() + STOP_SECONDS
+    while any(_find(ray, name) is not None for name in handles):
+        if time.monotonic() > deadline:
+            raise ClusterError(f"Ray still lists actors of cluster {state.name!r}")
+        time.sleep(POLL_SECONDS)
 
 
 def _find(ray: Any, name: str) -> Any:

@@ -1,7 +1,8 @@
 """The process that a Ray node of ours hangs on: ``python -m cluster.node_daemon FOLDER``.
 
 Life cycle: starts Ray's processes as its children, writes ``ready.json`` into its folder, waits for SIGTERM or SIGINT,
-and stops them. Ray ties its processes to this one, so they end with it even when it is killed.
+and stops them. Ray ties its processes to this one, so they end with it even when it is killed; before it is ready that
+is how it ends.
 """
 
 from __future__ import annotations
@@ -35,9 +36,6 @@ class NodeReady(msgspec.Struct, frozen=True, kw_only=True):
 
 def serve(folder: Path) -> None:
     """Run a Ray node in ``folder`` until this process is asked to end."""
-    ended = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
     order = msgspec.json.decode((folder / ORDER_FILE).read_bytes(), type=NodeOrder)
     import ray
 
@@ -52,6 +50,7 @@ def serve(folder: Path) -> None:
         # Ray opens its folder to everybody; inside of ours nobody else gets there.
         _temp_dir=str(folder / RAY_FOLDER),
     )
+    ended = threading.Event()
     # Ray installs a handler of its own for SIGTERM; ours must be the one that runs.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())

@@ -21,5 +21,9 @@ check format "$BIN/ruff" format --check .
 check lint "$BIN/ruff" check .
 check types "$BIN/mypy"
 check imports "$BIN/lint-imports"
-# one hypothesis profile by name, so that the environment (CI=true) does not choose another, and the same faults each time
-exec "$BIN/pytest" --hypothesis-profile=ci --fault-seed=1 --fault-points=3 "$@"
+# One session per core, each with groups of tests (tests/groups.py); what hangs where no signal reaches it ends its
+# session, and so fails the run. One hypothesis profile by name, so that the environment (CI=true) does not choose
+# another, and the same faults each time.
+exec "$BIN/pytest" -n logical --maxprocesses=8 --max-worker-restart=0 --dist=loadfile --no-loadscope-reorder \
+    -o faulthandler_timeout=960 -o faulthandler_exit_on_timeout=true \
+    --hypothesis-profile=ci --fault-seed=1 --fault-points=3 "$@"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +11,17 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from groups import GroupScheduling, longest_first
 from namespaces import Lan
+from ucx_segments import settle
+from xdist.remote import Producer
+from xdist.workermanage import WorkerController
 
 # Two OpenMP threads that share their cores with other processes spin for each other, and take ten times as long as one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+SEED = "fault_seed"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,7 +39,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.fault_seed is None:
-        config.option.fault_seed = secrets.randbits(32)
+        # One for all sessions of a parallel run: the first one's.
+        config.option.fault_seed = getattr(config, "workerinput", {}).get(SEED, secrets.randbits(32))
+    folder = settle()
+    if folder is not None:
+        config.add_cleanup(lambda: shutil.rmtree(folder))
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -45,6 +57,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if elsewhere:
         config.hook.pytest_deselected(items=elsewhere)
         items[:] = [item for item in items if item not in set(elsewhere)]
+    if hasattr(config, "workerinput"):
+        items[:] = longest_first(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: WorkerController) -> None:
+    node.workerinput[SEED] = node.config.option.fault_seed
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupScheduling | None:
+    return GroupScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session")

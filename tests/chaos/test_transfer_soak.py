@@ -13,6 +13,7 @@ from crew import crew
 from fault_points import draw_point
 from survivor import Survivor
 from ucx_here import need_ucx
+from ucx_segments import none_left
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -21,12 +22,8 @@ pytestmark = pytest.mark.timeout(3600)
 def scheme(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "ucx":
         need_ucx()
-    shared = Path("/dev/shm")
-    before = {*shared.glob("ucx_shm_*")}
-    yield request.param
-    # A killed process cannot take back the segments that UCX made for it.
-    for left in {*shared.glob("ucx_shm_*")} - before:
-        left.unlink(missing_ok=True)
+    with none_left():
+        yield request.param
 
 
 async def test_a_peer_that_is_killed_or_stopped_anywhere(

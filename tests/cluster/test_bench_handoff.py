@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+from refusals import Refused
 
 from cluster.bench.handoff.figures import HandoffReport, rows_of
 from cluster.bench.handoff.measure import HandoffOptions, measure_handoff
@@ -87,10 +88,10 @@ async def test_a_value_that_cannot_be_is_named(changed: dict[str, object], said:
         await measure_handoff(options(**changed), lambda *_: None)
 
 
-def test_an_option_that_cannot_be_is_one_line(tmp_path: Path) -> None:
-    done = bench("--chunk", "100", folder=tmp_path)
-    assert done.returncode == 1
-    assert done.stderr == "kvferry: chunk must be whole blocks of 16 tokens, got 100\n"
+def test_an_option_that_cannot_be_is_one_line(refused: Refused) -> None:
+    done = refused("bench", "handoff", "--chunk", "100")
+    assert done.status == 1
+    assert done.err == "kvferry: chunk must be whole blocks of 16 tokens, got 100\n"
 
 
 def test_prompts_of_several_chunks_are_held_against_one_chunk() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+from refusals import Refused
 
 from cluster.bench import message
 from cluster.bench.report import Report
@@ -166,13 +167,15 @@ def test_the_listening_side_survives_strangers(junk: bytes, tmp_path: Path) -> N
         (("--plot", "found.gif"), "plot must end in .html, .png, .svg"),
     ],
 )
-def test_an_error_is_one_line_and_a_status(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    done = bench(*arguments, folder=tmp_path)
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert said in done.stderr
-    assert done.stderr.startswith("kvferry: ")
-    assert done.stderr.count("\n") == 1
+def test_an_error_is_one_line_and_a_status(
+    arguments: tuple[str, ...], said: str, refused: Refused, tmp_path: Path
+) -> None:
+    done = refused("bench", "transfer", *arguments)
+    assert done.status == 1
+    assert done.out == ""
+    assert said in done.err
+    assert done.err.startswith("kvferry: ")
+    assert done.err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from refusals import Refused
 from typer.testing import CliRunner
 
 from cluster.cli import app
@@ -25,6 +26,12 @@ def kvferry(*arguments: str, state: Path) -> subprocess.CompletedProcess[str]:
         text=True,
         env={"KVFERRY_STATE_DIR": str(state), "PATH": "/usr/bin:/bin", "HOME": str(state)},
     )
+
+
+@pytest.fixture
+def here(refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Refused:
+    monkeypatch.setenv("KVFERRY_STATE_DIR", str(tmp_path))
+    return refused
 
 
 @pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)])
@@ -62,13 +69,13 @@ def test_the_command_starts_without_the_heavy_packages() -> None:
         (("explain", "r", "--url", "http://127.0.0.1:9"), "127.0.0.1:9"),
     ],
 )
-def test_an_error_is_one_line_and_a_status(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    done = kvferry(*arguments, state=tmp_path)
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert done.stderr.startswith("kvferry: ")
-    assert said in done.stderr
-    assert done.stderr.count("\n") == 1
+def test_an_error_is_one_line_and_a_status(arguments: tuple[str, ...], said: str, here: Refused) -> None:
+    done = here(*arguments)
+    assert done.status == 1
+    assert done.out == ""
+    assert done.err.startswith("kvferry: ")
+    assert said in done.err
+    assert done.err.count("\n") == 1
 
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
@@ -78,23 +85,23 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     assert "ClusterNotFound" in done.stderr
 
 
-def test_a_bad_file_is_one_line_that_names_the_key(tmp_path: Path) -> None:
+def test_a_bad_file_is_one_line_that_names_the_key(here: Refused, tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("model: m\nengine: {block_sise: 8}\n")
-    done = kvferry("up", str(file), state=tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1
-    assert "engine.block_sise" in done.stderr
-    assert "'block_size'" in done.stderr
+    done = here("up", str(file))
+    assert done.status == 1
+    assert done.err.count("\n") == 1
+    assert "engine.block_sise" in done.err
+    assert "'block_size'" in done.err
     assert StateStore(tmp_path).names() == []
 
 
-def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
+def test_a_key_that_stands_twice_is_refused(here: Refused, tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("model: m\nengine: {block_size: 8}\nmodel: n\n")
-    done = kvferry("up", str(file), state=tmp_path)
-    assert done.returncode == 1
-    assert "'model' stands twice" in done.stderr
+    done = here("up", str(file))
+    assert done.status == 1
+    assert "'model' stands twice" in done.err
 
 
 @pytest.mark.parametrize(("node", "state"), [(None, "dead"), ("unfinished", "dead")])
@@ -110,13 +117,13 @@ def test_a_cluster_that_nobody_finishes_is_told_with_the_way_out(node: str | Non
     assert "kvferry down half" in done.stderr
 
 
-def test_what_names_no_cluster_is_asked_which_when_there_are_several(tmp_path: Path) -> None:
+def test_what_names_no_cluster_is_asked_which_when_there_are_several(here: Refused, tmp_path: Path) -> None:
     store = StateStore(tmp_path)
     for name in ("one", "two"):
         store.save(msgspec.structs.replace(store.reserve(name), url=f"http://127.0.0.1:9/{name}", ready=True))
-    done = kvferry("complete", "hello", state=tmp_path)
-    assert done.returncode == 1
-    assert "--url (one: http://127.0.0.1:9/one, two: " in done.stderr
+    done = here("complete", "hello")
+    assert done.status == 1
+    assert "--url (one: http://127.0.0.1:9/one, two: " in done.err
 
 
 def test_a_usage_error_has_status_two(tmp_path: Path) -> None:

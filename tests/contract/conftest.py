@@ -13,15 +13,12 @@ from ferry import Harbor, Quay
 from namespaces import Lan
 from sites import Sites, Way, ways
 from ucx_here import need_ucx
+from ucx_segments import none_left
 
 from kv_transfer.carried.library import LIBRARIES
 
 MakeHarbor = Callable[..., Harbor]
 MakeQuay = Callable[..., Quay]
-
-
-def ucx_segments() -> set[Path]:
-    return {*Path("/dev/shm").glob("ucx_shm_*")}
 
 
 @pytest.fixture
@@ -33,7 +30,6 @@ def sites() -> Sites:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, sites: Sites) -> Iterator[Way]:
     """Sends the test's bytes the way that it was parametrised with."""
     found: Way = request.param
-    before = ucx_segments()
     if found.scheme == "ucx":
         need_ucx()
         if found.tls:
@@ -44,11 +40,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, sites: 
         request.getfixturevalue("cuda")
     if found.apart:
         sites.spread(Lan.joined())
-    yield found
-    if found.scheme == "ucx":
-        # A killed process cannot take back the segments that UCX made for it.
-        for left in ucx_segments() - before:
-            left.unlink(missing_ok=True)
+    with none_left():
+        yield found
 
 
 @pytest.fixture

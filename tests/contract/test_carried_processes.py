@@ -6,13 +6,13 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
 from carrier_here import need_library
 from far_process import LARGE, MANY, Start, caught_midway
 from ferry import GENERATION, POISON, Harbor, Quay, until
+from ucx_segments import none_left, segments
 
 from kv_transfer.transport import TransportConfig
 from protocol.errors import ChannelLost
@@ -33,16 +33,9 @@ def means(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    before = segments()
-    yield
-    # A killed carrier cannot take back the segments that UCX made for it.
-    for left in segments() - before:
-        left.unlink(missing_ok=True)
+    with none_left():
+        yield
     assert not carriers()
-
-
-def segments() -> set[Path]:
-    return {*Path("/dev/shm").glob("ucx_shm_*")}
 
 
 def carriers(pid: int | None = None) -> list[psutil.Process]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import fcntl
-import os
 import secrets
 import signal
 import time
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from far_process import LARGE, MANY, FarEnd, Start
 from ferry import GENERATION, POISON, Harbor, Quay, until
+from ucx_segments import shared_files
 
 from kv_transfer.shm.ledger import SLOTS, SenderLedger, _lock
 from kv_transfer.span import Span
@@ -85,7 +85,7 @@ async def test_a_killed_sender_leaves_whole_ships_or_none_and_no_name(start: Sta
     there, here = harbor("shm", MANY + 1, LARGE), quay("shm", MANY + 1, LARGE)
     far = await start("send", scheme="shm", value=1, timeout=10)
     await far.hear()
-    names = set(os.listdir("/dev/shm"))
+    names = shared_files()
     other = there.open([MANY])
     ticket = await sent(far, there, list(range(MANY)))
     far.signal(signal.SIGKILL)
@@ -93,7 +93,7 @@ async def test_a_killed_sender_leaves_whole_ships_or_none_and_no_name(start: Sta
     assert (there.pool[:MANY] == 1).all()
     await there.receiver.close_window(ticket)
     assert not there.broken
-    assert set(os.listdir("/dev/shm")) <= names
+    assert shared_files() <= names
     there.poison()
     fresh = there.open(range(MANY))
     await here.ship(there.address, fresh, [(i, i) for i in range(MANY)])

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import httpx
 import msgspec
+from ucx_segments import shared_files
 
 from cluster.state import ClusterState, StateStore
 
@@ -101,7 +102,7 @@ def cluster(folder: Path, model: Path, *, prefill: int, decode: int) -> Iterator
     name = f"e2e-{os.getpid()}"
     file = folder / "cluster.yaml"
     file.write_text(CLUSTER.format(name=name, model=model, prefill=prefill, decode=decode))
-    segments = {*Path("/dev/shm").iterdir()}
+    before = shared_files()
     begun = run("up", str(file), folder=folder)
     assert begun.returncode == 0, begun.stderr
     state = StateStore(folder).load(name)
@@ -113,7 +114,7 @@ def cluster(folder: Path, model: Path, *, prefill: int, decode: int) -> Iterator
     assert ended.returncode == 0, ended.stderr
     assert StateStore(folder).names() == []
     assert not Path(state.node.temp_dir).exists()
-    assert {*Path("/dev/shm").iterdir()} <= segments
+    assert shared_files() <= before
     left = [pid for pid in Path("/proc").iterdir() if pid.name.isdigit() and _mentions(pid, state.node.temp_dir)]
     assert not left, f"processes are left: {left}"
 

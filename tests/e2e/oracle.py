@@ -51,6 +51,22 @@ class Oracle:
             self._known[key] = output[0, len(token_ids) :].tolist()
         return self._known[key]
 
+    def greedy_together(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+        """The same of many prompts in one batch: of a model that is not tiny, each step costs what that of one does."""
+        longest = max(map(len, prompts))
+        padded = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+        seen = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        output = self.model.generate(
+            padded,
+            attention_mask=seen,
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        found: list[list[int]] = output[:, longest:].tolist()
+        return found
+
     def departure(self, token_ids: Sequence[int], answer: Sequence[int], tie: float = 0.0) -> Departure | None:
         """Where ``answer`` leaves the greedy continuation, judged in one pass over the whole text; None if nowhere.
 

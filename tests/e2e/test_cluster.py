@@ -61,7 +61,7 @@ def prompts(oracle: Oracle, model: Path) -> list[tuple[list[int], list[int]]]:
     rng = random.Random(0)
     asked = [[rng.randrange(100, oracle.vocab_size) for _ in range(length)] for length in LENGTHS]
     asked += [tokenizer(text)["input_ids"] for text in TEXTS]
-    return [(prompt, oracle.greedy(prompt, TOKENS)) for prompt in asked]
+    return list(zip(asked, oracle.greedy_together(asked, TOKENS), strict=True))
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ def test_logits_equal_transformers_by_the_kernels(tmp_path: Path, monkeypatch: p
     rng = random.Random(5)
     served = Served(tmp_path, rng, block_size=8, order="HND", num_blocks=16)
     sequences = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in (1, 9, 33)]
-    expected = [reference_logits(tmp_path, sequence) for sequence in sequences]
+    expected = reference_logits(tmp_path, sequences)
     pending = {index: random_pieces(sequence, rng) for index, sequence in enumerate(sequences)}
     while pending:
         chosen = sorted(pending)

@@ -13,20 +13,12 @@ from checkpoints import VOCAB_SIZE, tiny_model
 from family_cases import case, cases, grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_model_equality import Served, random_pieces
-from transformers import AutoModelForCausalLM
+from test_model_equality import Served, random_pieces, reference_logits
 
 from engine.batch import Chunk, flatten
 
 BOUND = 1e-4
 GRID = grid()
-
-
-def reference_logits(path: Path, sequences: list[list[int]], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """What transformers computes of each sequence in one pass, [T, vocab]."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
-    with torch.inference_mode():
-        return [model(torch.tensor([sequence])).logits[0].float() for sequence in sequences]
 
 
 def every_logit(served: Served, chunks: list[Chunk]) -> list[torch.Tensor]:

@@ -128,10 +128,11 @@ class Served:
         return Chunk(tokens, start, list(table), GREEDY)
 
 
-def reference_logits(path: Path, sequence: list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def reference_logits(path: Path, sequences: list[list[int]], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """What transformers computes of each sequence in one pass, [T, vocab]."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
     with torch.inference_mode():
-        return model(torch.tensor([sequence])).logits[0].float()
+        return [model(torch.tensor([sequence])).logits[0].float() for sequence in sequences]
 
 
 def random_pieces(tokens: list[int], rng: random.Random) -> list[list[int]]:
@@ -156,7 +157,7 @@ def test_logits_equal_transformers_for_random_chunks_blocks_and_batches(variant:
         served = Served(tmp_path, rng, block_size=block_size, order=order, num_blocks=640 // block_size)
         lengths = (1, block_size - 1, block_size, block_size + 1, 90, 70)
         sequences = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
-        expected = [reference_logits(tmp_path, sequence) for sequence in sequences]
+        expected = reference_logits(tmp_path, sequences)
         pending = {index: random_pieces(sequence, rng) for index, sequence in enumerate(sequences)}
         while pending:
             chosen = rng.sample(sorted(pending), rng.randint(1, len(pending)))
@@ -193,8 +194,9 @@ def test_half_precision_is_within_its_rounding_of_the_exact_logits(dtype: str, t
     tiny_model(tmp_path, seed=2, num_attention_heads=6, num_key_value_heads=2, hidden_size=96, dtype=dtype)
     rng = random.Random(dtype)
     sequence = [rng.randrange(VOCAB_SIZE) for _ in range(60)]
-    exact = reference_logits(tmp_path, sequence)
-    allowed = worst_relative(reference_logits(tmp_path, sequence, getattr(torch, dtype)), exact)
+    (exact,) = reference_logits(tmp_path, [sequence])
+    (theirs,) = reference_logits(tmp_path, [sequence], getattr(torch, dtype))
+    allowed = worst_relative(theirs, exact)
     served = Served(tmp_path, rng, dtype=dtype, num_blocks=16)
     rows = [served.runner.logits([served.chunk(0, sequence[:20])])]
     rows += [served.runner.logits([served.chunk(0, [token])]) for token in sequence[20:]]
@@ -238,7 +240,7 @@ def test_logits_on_cuda_equal_those_of_transformers(order: str, head_dim: int, t
     rng = random.Random(order)
     served = Served(tmp_path, rng, device="cuda", order=order, num_blocks=32)
     sequences = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in (5, 40, 90)]
-    expected = [reference_logits(tmp_path, sequence) for sequence in sequences]
+    expected = reference_logits(tmp_path, sequences)
     pending = {index: random_pieces(sequence, rng) for index, sequence in enumerate(sequences)}
     while pending:
         chosen = sorted(pending)

@@ -13,6 +13,9 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
+LIMIT = 840
+"""Seconds; on two idle cores it takes an eighth of that."""
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT + 60)]
 CASES = ("cases_store_kv.py", "cases_paged_decode.py", "cases_paged_prefill.py", "cases_float8.py")
 
 
@@ -24,7 +27,7 @@ def run_cases(*names, cache, **environment):
         env={**inherited, "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(cache), **environment},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=LIMIT,
     )
     if child.returncode != 0:
         pytest.fail(f"exit status {child.returncode}\n{child.stdout[-8000:]}\n{child.stderr[-4000:]}", pytrace=False)

@@ -1,0 +1,85 @@
+"""The whole suite's run: several sessions at once, as ``scripts/checks.sh`` starts them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[1]
+SCRIPT = TESTS.parent / "scripts" / "checks.sh"
+HANGS = """
+import ctypes, signal
+
+def test_hangs():
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    ctypes.CDLL(None).pause()
+"""
+CRASHES = """
+import os
+
+def test_crashes():
+    os._exit(0)
+"""
+STARTS_NODES = "pytestmark = pytest.mark." + "ray"
+PASSES = """
+import os, pytest
+{mark}
+
+@pytest.mark.parametrize("number", range(4))
+def test_passes(number, request):
+    with open({log!r}, "a") as log:
+        print({name!r}, os.environ["PYTEST_XDIST_WORKER"], request.config.option.fault_seed, file=log)
+"""
+
+
+def flags() -> list[str]:
+    """What the script gives pytest."""
+    (found,) = re.findall(r'^exec "\$BIN/pytest" (.*) "\$@"$', SCRIPT.read_text().replace("\\\n", ""), re.MULTILINE)
+    return shlex.split(found)
+
+
+def run(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    """The tests of a folder in two sessions, by the script's flags but for the seed."""
+    given = [flag for flag in flags() if not flag.startswith("--fault-seed")]
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "conftest", *given, "-n", "2", *more, str(folder)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def test_the_tests_of_a_file_and_all_that_start_nodes_stay_together(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    marks = {"plain": "", "other": "", "node": STARTS_NODES, "up": STARTS_NODES}
+    for name, mark in marks.items():
+        (tmp_path / f"test_{name}.py").write_text(PASSES.format(mark=mark, name=name, log=str(log)))
+    done = run(tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "16 passed" in done.stdout
+    workers: dict[str, set[str]] = {}
+    seeds = set()
+    for name, worker, seed in map(str.split, log.read_text().splitlines()):
+        seeds.add(f"faults: --fault-seed {seed}")
+        workers.setdefault("ray" if marks[name] else name, set()).add(worker)
+    assert {name: len(found) for name, found in workers.items()} == {"plain": 1, "other": 1, "ray": 1}
+    assert len(seeds) == 1
+    assert seeds <= {*done.stdout.splitlines()}
+
+
+@pytest.mark.parametrize("source", [CRASHES, HANGS], ids=["crashes", "hangs"])
+def test_a_session_that_ends_or_hangs_fails_the_run(tmp_path: Path, source: str) -> None:
+    (tmp_path / "test_one.py").write_text(source)
+    (tmp_path / "test_two.py").write_text(PASSES.format(mark="", name="two", log=str(tmp_path / "log")))
+    done = run(tmp_path, "-o", "faulthandler_timeout=5")
+    assert done.returncode != 0
+    assert "FAILED test_one.py::test_" in done.stdout, done.stdout + done.stderr
