@@ -7,38 +7,53 @@ further requests have come.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from protocol.ids import Peer
 from router.fleet import Floats
 
+SMALL = 64
+"""Rows of a fleet up to which a decision keeps whole columns."""
 PREFILL_FIELDS = ("queue_tokens", "uncached_tokens", "ttft_s", "wait_s", "speed", "cost")
 DECODE_FIELDS = ("running", "missing_tokens", "transfer_s", "tpot_s", "wait_s", "speed", "cost")
 
 
-@dataclass(frozen=True, slots=True)
 class Candidates:
     """Workers of one role that were looked at.
 
-    Attributes:
-        names: the cheapest first.
-        fields: of ``table``, a row each.
-        table: ``[len(fields), len(names)]``.
+    Args:
+        names: of them.
+        rows: theirs in the columns.
+        fields: names of the columns; the last is the cost.
+        columns: of numbers, which nobody changes afterwards.
     """
 
-    names: tuple[str, ...]
-    fields: tuple[str, ...]
-    table: Floats
+    __slots__ = ("_columns", "_fields", "_names", "_rows")
+
+    def __init__(
+        self, names: Sequence[str], rows: NDArray[np.int64], fields: Sequence[str], columns: Sequence[Floats]
+    ) -> None:
+        self._names = names
+        self._fields = fields
+        # Of a large fleet only what is told of is kept; of a small one that would take longer than it is worth.
+        small = len(columns[0]) <= SMALL
+        self._rows = rows if small else np.arange(len(rows))
+        self._columns = columns if small else [column[rows] for column in columns]
 
     def told(self) -> list[dict[str, Any]]:
-        """A mapping for each worker."""
-        return [
-            {"worker": name, **dict(zip(self.fields, np.round(column, 6).tolist(), strict=True))}
-            for name, column in zip(self.names, self.table.T, strict=True)
+        """A mapping for each worker, the cheapest first."""
+        table = np.round([column[self._rows] for column in self._columns], 6)
+        workers = [
+            {"worker": name, **dict(zip(self._fields, numbers.tolist(), strict=True))}
+            for name, numbers in zip(self._names, table.T, strict=True)
         ]
+        return sorted(workers, key=itemgetter(self._fields[-1]))
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from router.registry import Worker
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+Rows = NDArray[np.int64]
 
 FIRST_ROWS = 32
 PREFILL_PER_TOKEN, DECODE_FIXED = 2e-4, 2e-2
@@ -94,7 +95,7 @@ class Fleet:
         for name in _COLUMNS:
             setattr(self, name, np.ones(FIRST_ROWS))
         self._sizes: dict[int, int] | None = None
-        self._able: dict[str, NDArray[np.int64]] = {}
+        self._able: dict[str, Rows] = {}
         self._typical: dict[str, tuple[float, float]] = {}
 
     def __len__(self) -> int:
@@ -110,7 +111,7 @@ class Fleet:
         worker = None if row is None else self.workers[row]
         return row if worker is not None and worker.peer == peer else None
 
-    def able(self, role: Role) -> NDArray[np.int64]:
+    def able(self, role: Role) -> Rows:
         """Rows of that role that take work, in order."""
         rows = self._able.get(role)
         if rows is None:

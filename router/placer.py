@@ -14,7 +14,7 @@ from protocol.ids import Peer, RequestKey
 from protocol.kv_events import KVEvents, KVFollow, KVSnapshot
 from router.block_index import BlockIndex
 from router.explanations import DECODE_FIELDS, PREFILL_FIELDS, Candidates, Decision, Explanations
-from router.fleet import Fleet, Floats
+from router.fleet import Fleet, Floats, Rows
 from router.forecast import forecast
 from router.kv_feed import KVFeeds
 from router.policy import Choice, Demand, Placement, Snapshot, place
@@ -103,7 +103,7 @@ class Placer:
         prefill, decode = fleet.workers[choice.prefill], None
         assert prefill is not None, "it takes work"
         decode_candidates = None
-        if choice.decode is not None:
+        if choice.decode is not None and choice.decode_candidates is not None:
             decode = fleet.workers[choice.decode]
             judged_by = (
                 fleet.running + fleet.own_sequences,
@@ -169,7 +169,7 @@ class Placer:
                 cached += self.index.depths(chains.of(size).pieces(), rows, len(self._fleet)) * size
         return cached
 
-    def _candidates(self, rows: tuple[int, ...], fields: tuple[str, ...], columns: tuple[Floats, ...]) -> Candidates:
+    def _candidates(self, rows: Rows, fields: tuple[str, ...], columns: tuple[Floats, ...]) -> Candidates:
         workers = self._fleet.workers
-        names = tuple(worker.peer.name for row in rows if (worker := workers[row]) is not None)
-        return Candidates(names, fields, np.array(columns)[:, rows])
+        names = [worker.peer.name for row in rows.tolist() if (worker := workers[row]) is not None]
+        return Candidates(names, rows, fields, columns)

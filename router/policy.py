@@ -14,7 +14,7 @@ import numpy as np
 from protocol.errors import NoWorkerAvailable
 from protocol.ids import Peer
 from protocol.messages import WorkerProfile
-from router.fleet import Bools, Fleet, Floats
+from router.fleet import Bools, Fleet, Floats, Rows
 from router.forecast import HORIZON, Forecast
 from router.registry import Worker
 
@@ -189,14 +189,14 @@ class Choice:
 
     Attributes:
         prefill, decode: rows; no decode where none is needed.
-        prefill_candidates, decode_candidates: rows that were looked at, the cheapest first.
+        prefill_candidates, decode_candidates: rows that were looked at; none for decode where none is needed.
         ranking: of all.
     """
 
     prefill: int
     decode: int | None
-    prefill_candidates: tuple[int, ...]
-    decode_candidates: tuple[int, ...]
+    prefill_candidates: Rows
+    decode_candidates: Rows | None
     ranking: Ranking
 
 
@@ -217,9 +217,10 @@ def place(policy: str, snapshot: Snapshot, demand: Demand) -> Choice:
     decode = ranking.decode if avoided is None else ranking.decode + avoided
     if not demand.needs_decode:
         rows = _cheapest(prefill, fleet.able("prefill"), CANDIDATES)
-        near = np.flatnonzero(prefill[rows] <= prefill[rows[0]] * (1 + ranking.tolerance))
+        costs = prefill[rows]
+        near = np.flatnonzero(costs <= costs.min() * (1 + ranking.tolerance))
         chosen = int(rows[near[demand.turn % len(near)]])
-        return Choice(chosen, None, tuple(rows.tolist()), (), ranking)
+        return Choice(chosen, None, rows, None, ranking)
     for bound in (CANDIDATES, len(fleet)):
         rows = _cheapest(prefill, fleet.able("prefill"), bound)
         partners = _cheapest(decode, fleet.able("decode"), bound)
@@ -232,8 +233,8 @@ def place(policy: str, snapshot: Snapshot, demand: Demand) -> Choice:
             pairs = _ranks(decode[partners])[:, None] + _ranks(prefill[rows]) * len(fleet)
         pair = _fitting(fleet, pairs, rows, partners, ranking.tolerance, demand.turn)
         if pair is not None:
-            return Choice(*pair, tuple(rows.tolist()), tuple(partners.tolist()), ranking)
-    here, there = fleet.workers[rows[0]], fleet.workers[partners[0]]
+            return Choice(*pair, rows, partners, ranking)
+    here, there = fleet.workers[rows[prefill[rows].argmin()]], fleet.workers[partners[decode[partners].argmin()]]
     assert here is not None
     assert there is not None
     raise NoWorkerAvailable(
@@ -243,7 +244,7 @@ def place(policy: str, snapshot: Snapshot, demand: Demand) -> Choice:
 
 
 def _fitting(
-    fleet: Fleet, pairs: Floats, rows: np.ndarray, partners: np.ndarray, tolerance: float, turn: int
+    fleet: Fleet, pairs: Floats, rows: Rows, partners: Rows, tolerance: float, turn: int
 ) -> tuple[int, int] | None:
     """The cheapest pair that fits together; among equals, the turn decides."""
     flat = pairs.reshape(-1)
@@ -266,12 +267,11 @@ def _ranks(costs: Floats) -> Floats:
     return np.unique(costs, return_inverse=True)[1].astype(np.float64)
 
 
-def _cheapest(costs: Floats, rows: np.ndarray, bound: int) -> np.ndarray:
-    found = costs[rows]
-    if len(rows) > bound:
-        part = np.argpartition(found, bound)[:bound]
-        rows, found = rows[part], found[part]
-    return rows[np.argsort(found, kind="stable")]
+def _cheapest(costs: Floats, rows: Rows, bound: int) -> Rows:
+    """At most ``bound`` of the rows, none of the others costing less; in their own order."""
+    if len(rows) <= bound:
+        return rows
+    return rows[np.sort(np.argpartition(costs[rows], bound)[:bound])]
 
 
 def _avoided(fleet: Fleet, excluded: frozenset[Peer]) -> Floats | None:
