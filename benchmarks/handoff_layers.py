@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from worker_process import MODEL, worker_process
-
+from cluster.bench.worker_process import MODEL, worker_process
 from protocol.sampling import SamplingParams
 from router.config import RouterConfig
 from router.front.generation import Generation

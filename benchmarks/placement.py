@@ -90,7 +90,7 @@ def measure(workers: int, holdings: int, prompts: int = 64) -> None:
     """Measure one size, and print it. Half of the prompts are known to some workers."""
     rng = np.random.default_rng(7)
     registry = fleet(workers, rng)
-    placer = Placer(PlacerConfig("m", "cost", 10.0, 1024), registry)
+    placer = Placer(PlacerConfig("m", "cost"), registry)
     tokens = [tuple(rng.integers(0, 32_000, PROMPT_BLOCKS * BLOCK).tolist()) for _ in range(prompts)]
     known = [next(PromptChains(each).of(BLOCK).pieces()) for each in tokens]
     pace = filled(placer.index, workers, holdings, known[: prompts // 2], rng)

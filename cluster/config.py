@@ -151,8 +151,13 @@ class RouterSection(msgspec.Struct, frozen=True, kw_only=True):
         hub_port: port that the workers connect to; 0 takes a free one.
         api_keys: file of the API keys that may ask, on the router's machine; null lets everybody in.
         tls_certificate, tls_key: files of the router's TLS, in PEM, on its machine; null speaks plain HTTP.
+        local_prefill: when a decode worker computes a prompt itself: "never", as a "fallback" while there is no prefill
+            worker, then and for "short" prompts, or "always".
+        local_prefill_tokens: a prompt of at most so many tokens is short.
         tool_format: how the model writes calls of tools: "auto" as its chat template has it, "hermes" or
             "llama3_json".
+        generation_config: "auto" fills in sampling fields that requests leave out from the model's
+            generation_config.json, as vLLM does; "none" with neutral values.
         public: let everybody in though ``host`` can be reached from other machines.
         cpus: CPU cores that Ray sets aside for it.
         limits: the router's own settings, by their name in its configuration.
@@ -164,7 +169,10 @@ class RouterSection(msgspec.Struct, frozen=True, kw_only=True):
     api_keys: str | None = None
     tls_certificate: str | None = None
     tls_key: str | None = None
+    local_prefill: Literal["never", "fallback", "short", "always"] = "fallback"
+    local_prefill_tokens: int = 0
     tool_format: Literal["auto", "hermes", "llama3_json"] = "auto"
+    generation_config: Literal["auto", "none"] = "auto"
     public: bool = False
     cpus: float = 0.0
     limits: dict[str, Setting] = {}

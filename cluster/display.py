@@ -78,6 +78,8 @@ def timing_table(timings: Timings, *, per_token: float | None) -> Table:
 
 def transfer_line(timings: Timings) -> str:
     """How much KV moved, how fast, and by what."""
+    if timings.local_prefill:
+        return f"KV moved: none ({timings.prefill_worker} computed the prompt itself: {timings.local_prefill})"
     if not timings.kv_bytes:
         return "KV moved: none (the answer ended at its first token, or decode had every block)"
     rate = f"{timings.kv_bytes / timings.ship_s / 1e9:.2f} GB/s" if timings.ship_s > 0 else "-"

@@ -112,7 +112,10 @@ def router_config(order: ActorOrder, model: Path, host: str) -> RouterConfig:
         "public": config.router.public,
         "tls_certificate": config.router.tls_certificate or "",
         "tls_key": config.router.tls_key or "",
+        "local_prefill": config.router.local_prefill,
+        "local_prefill_tokens": config.router.local_prefill_tokens,
         "tool_format": config.router.tool_format,
+        "generation_config": config.router.generation_config,
         "secret": order.secret,
     }
     with _at("router"):

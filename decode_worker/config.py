@@ -8,7 +8,7 @@ from decode_worker.preemption import PREEMPTIONS, Preemption
 from decode_worker.speculation import Speculation
 from engine.config import EngineConfig
 from kv_transfer.choice import AUTO, MODES
-from kv_transfer.transport import GPUDIRECT, GpuDirect
+from kv_transfer.transport import GPUDIRECT, GpuDirect, TransportConfig
 from protocol.errors import ConfigError
 from protocol.wire_layout import WIRE_DTYPES, WireDtype
 
@@ -35,6 +35,10 @@ class DecodeConfig:
         swap_bytes: host memory at most for sequences that are swapped out. On a CPU its pages are taken only when it
             comes to that; on a GPU all of it is pinned.
         speculation: how tokens are guessed ahead of the model; None guesses none.
+        local_prefill: compute prompts here, beside the decode steps, where a router asks for it.
+        step_tokens: tokens at most of a step that also computes prompts: those of the running sequences, and as many of
+            prompts as are left. None takes the engine's ``max_batch_tokens``. Fewer keep the others' tokens closer
+            together, and prompts waiting.
 
     Raises:
         ConfigError: names the field and the value.
@@ -55,6 +59,8 @@ class DecodeConfig:
     preemption: Preemption = "auto"
     swap_bytes: int = 256 << 20
     speculation: Speculation | None = None
+    local_prefill: bool = True
+    step_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name, valid, wanted in (
@@ -67,7 +73,18 @@ class DecodeConfig:
             ("wire_dtype", self.wire_dtype in (None, *WIRE_DTYPES), f"one of {', '.join(WIRE_DTYPES)}, or None"),
             ("max_waiting", self.max_waiting >= 1, "at least 1"),
             ("preemption", self.preemption in PREEMPTIONS, f"one of {', '.join(PREEMPTIONS)}"),
+            ("step_tokens", self.step_tokens is None or 1 <= self.step_tokens <= 1 << 31, "in [1, 2**31], or None"),
             ("swap_bytes", 0 <= self.swap_bytes <= 1 << 44, "in [0, 2**44]"),
         ):
             if not valid:
                 raise ConfigError(f"{name} must be {wanted}, got {getattr(self, name)!r}", field=name)
+
+    def transfer(self, name: str) -> TransportConfig:
+        """The settings of the transports of a worker that is called ``name`` there."""
+        return TransportConfig(
+            timeout=self.transfer_timeout,
+            checksum=self.transfer_checksum,
+            secret=self.secret,
+            gpudirect=self.gpudirect,
+            name=name,
+        )

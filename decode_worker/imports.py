@@ -90,22 +90,24 @@ class Imports:
 
     def wait(self, sequence: Sequence) -> None:
         """A request waits for a reservation: keep its lease alive meanwhile."""
-        request = sequence.request
-        self._meet(request.prefill.peer)
+        request, prefill = sequence.request, sequence.prefill
+        assert prefill is not None, "what is computed here has no lease"
+        self._meet(prefill.peer)
         now = time.monotonic()
-        instructions = self.book.waiting(request.key, request.prefill, request.lease_ttl, now)
+        instructions = self.book.waiting(request.key, prefill, request.lease_ttl, now)
         self._look_for_opening(request.key, now)
         self._carry_out(instructions)
 
     def open(self, sequence: Sequence) -> None:
         """A sequence has its blocks: grant them."""
-        request = sequence.request
-        self._meet(request.prefill.peer)
+        request, prefill = sequence.request, sequence.prefill
+        assert prefill is not None, "what is computed here is not imported"
+        self._meet(prefill.peer)
         blocks = tuple(sequence.block_table[sequence.cached_blocks :])
         now = time.monotonic()
         instructions = self.book.open(
             request.key,
-            request.prefill,
+            prefill,
             first_block=sequence.cached_blocks,
             blocks=blocks,
             generations=tuple(self._pool.generation(block) for block in blocks),

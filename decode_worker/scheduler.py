@@ -14,6 +14,8 @@ from collections.abc import Sequence as Seq
 from itertools import islice
 from operator import attrgetter
 
+from decode_worker.placing import place
+from decode_worker.prompts import Computed, Prompts
 from decode_worker.reach import Reach
 from decode_worker.sequence import (
     SEQUENCES,
@@ -32,10 +34,10 @@ from decode_worker.swap_book import SwapBook
 from engine.batch import Draw
 from engine.block_pool import BlockPool
 from engine.prefix_index import block_hashes
+from engine.prompt import Prompt
 from protocol.errors import PoolExhausted
 from protocol.ids import Peer, RequestKey
-from protocol.layout import PADDING_BLOCK
-from protocol.messages import Reserve
+from protocol.messages import Prefill, Reserve
 from protocol.sampling import FinishReason
 
 
@@ -50,6 +52,7 @@ class DecodeScheduler:
         prefers_swap: whether a sequence is better swapped out than prefilled anew.
         window: tokens that the model reads back at most; 0 for all.
         speculator: drafts tokens for the steps; None where they have one row per sequence.
+        step_tokens: tokens at most of a step that also computes prompts.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class DecodeScheduler:
         prefers_swap: Callable[[Sequence], bool] = lambda sequence: True,
         window: int = 0,
         speculator: Speculator | None = None,
+        step_tokens: int = 512,
     ) -> None:
         self._pool = pool
         self._swaps = SwapBook(0) if swaps is None else swaps
@@ -72,6 +76,7 @@ class DecodeScheduler:
         self._arrivals = 0
         self._waiting: list[Sequence] = []
         self._live: dict[RequestKey, Sequence] = {}
+        self._prompts = Prompts(pool, step_tokens)
         self._in_step: tuple[Sequence, ...] = ()
         self._tails = SharedTails(pool)
         self._reach = Reach(pool, window)
@@ -83,13 +88,15 @@ class DecodeScheduler:
 
     @property
     def waiting_tokens(self) -> int:
-        """Prompt tokens of the sequences without a reservation."""
-        return sum(len(sequence.token_ids) for sequence in self._waiting)
+        """Prompt tokens of the sequences without a reservation, and those yet to be computed here."""
+        here = (live for live in self._live.values() if live.tracker.state is SequenceState.PREFILLING)
+        return sum(len(sequence.token_ids) - sequence.computed for sequence in (*here, *self._waiting))
 
     @property
     def running(self) -> int:
-        """Sequences that are generating."""
-        return sum(sequence.tracker.state is SequenceState.RUNNING for sequence in self._live.values())
+        """Sequences that are generating, or whose prompts are being computed."""
+        stepping = (SequenceState.RUNNING, SequenceState.PREFILLING)
+        return sum(sequence.tracker.state in stepping for sequence in self._live.values())
 
     @property
     def empty_slots(self) -> int:
@@ -107,35 +114,32 @@ class DecodeScheduler:
 
     def find(self, key: RequestKey) -> Sequence | None:
         """The live sequence of ``key``."""
-        found = self._live.get(key) or self._swaps.find(key)
-        if found is None:
-            found = next((sequence for sequence in self._waiting if sequence.key == key), None)
-        return found
+        return self._live.get(key) or next((each for each in self._everything if each.key == key), None)
 
     def keys(self) -> set[RequestKey]:
         """Of every live sequence."""
-        return {*self._live, *(sequence.key for sequence in (*self._swaps.waiting, *self._waiting))}
+        return {sequence.key for sequence in self._everything}
 
     def asked_by(self, router: Peer) -> list[RequestKey]:
         """Live sequences of one router."""
-        everything = (*self._live.values(), *self._swaps.waiting, *self._waiting)
-        return [sequence.key for sequence in everything if sequence.router == router]
+        return [sequence.key for sequence in self._everything if sequence.router == router]
 
     def prefill_endpoints(self) -> frozenset[str]:
         """Prefill workers that a waiting or importing sequence still needs."""
-        everything = (*self._live.values(), *self._waiting)
-        return frozenset(
-            sequence.request.prefill.endpoint
-            for sequence in everything
-            if sequence.tracker.state in (SequenceState.WAITING, SequenceState.IMPORTING)
-        )
+        in_need = (SequenceState.WAITING, SequenceState.IMPORTING)
+        wanted = (each.prefill for each in self._everything if each.tracker.state in in_need)
+        return frozenset(prefill.endpoint for prefill in wanted if prefill is not None)
+
+    @property
+    def _everything(self) -> tuple[Sequence, ...]:
+        return (*self._live.values(), *self._swaps.waiting, *self._waiting)
 
     @property
     def _lanes(self) -> int:
         return sum(sequence.lanes for sequence in self._live.values())
 
-    def add(self, request: Reserve, router: Peer, now: float) -> Sequence:
-        """Queue a request for a reservation, behind those that are its seniors or its equals."""
+    def add(self, request: Reserve | Prefill, router: Peer, now: float) -> Sequence:
+        """Queue a request for its blocks, behind those that are its seniors or its equals."""
         sequence = Sequence(
             request=request,
             router=router,
@@ -146,6 +150,7 @@ class DecodeScheduler:
             hashes=block_hashes(request.token_ids, self._block_size, request.cache_salt.encode()),
             produced=request.emitted,
             lanes=1 + len(request.forks),
+            prompt=Prompt.of(request, router, now) if isinstance(request, Prefill) else None,
         )
         self._arrivals += sequence.lanes
         insort(self._waiting, sequence, key=attrgetter("order"))
@@ -155,12 +160,15 @@ class DecodeScheduler:
         """Give blocks to who waits for them, the senior first, while they fit.
 
         Returns:
-            Sequences that are IMPORTING now, and such that are SWAPPING_IN: their slots are still to be copied.
+            Those that are IMPORTING or PREFILLING now, or SWAPPING_IN: with slots that are still to be copied.
         """
         admitted = []
         while True:
             sequence = min((*self._waiting[:1], *self._swaps.senior()), key=attrgetter("order"), default=None)
-            if sequence is None or self._lanes + sequence.lanes > self._max_sequences or not self._place(sequence):
+            if sequence is None or (lanes := self._lanes + sequence.lanes) > self._max_sequences:
+                break
+            # Every sequence already there, and this one, may need one more block at its next step.
+            if not place(sequence, self._pool, lanes if self._live else 0):
                 break
             self._live[sequence.key] = sequence
             if sequence.tracker.state is SequenceState.SWAPPED:
@@ -168,7 +176,7 @@ class DecodeScheduler:
                 sequence.tracker.move(SequenceEvent.SWAP_IN)
             else:
                 self._waiting.pop(0)
-                sequence.tracker.move(SequenceEvent.RESERVE)
+                sequence.tracker.move(SequenceEvent.PREFILL if sequence.prompt else SequenceEvent.RESERVE)
             admitted.append(sequence)
         return admitted
 
@@ -176,18 +184,25 @@ class DecodeScheduler:
         """The import of ``key`` is complete: it runs from the next step on."""
         sequence = self._live[key]
         self._pool.move_all(import_owner(key), table_owner(key))
-        sequence.tracker.move(SequenceEvent.COMMIT)
+        for index in range(sequence.cached_blocks, len(sequence.hashes)):
+            self._pool.seal(sequence.block_table[index], sequence.hashes[index])
+        self.begin(sequence, next_token, now, SequenceEvent.COMMIT)
+        return sequence
+
+    def begin(
+        self, sequence: Sequence, next_token: int, now: float, event: SequenceEvent = SequenceEvent.BEGIN
+    ) -> None:
+        """The KV of its prompt is there, computed here by default: ``sequence`` runs from the next step on."""
+        sequence.tracker.move(event)
+        sequence.prompt = None
         sequence.lanes = 1
         sequence.computed = len(sequence.token_ids)
         sequence.token_ids.append(next_token)
         sequence.produced += 1
         sequence.committed = now
-        for index in range(sequence.cached_blocks, len(sequence.hashes)):
-            self._pool.seal(sequence.block_table[index], sequence.hashes[index])
         self._reach.let_go(sequence)
         if self._speculator is not None:
             self._speculator.begin(sequence)
-        return sequence
 
     def fork(self, first: Sequence, index: int, next_token: int) -> Sequence:
         """One more continuation of a prompt that has just committed: it shares every block of ``first``.
@@ -197,16 +212,15 @@ class DecodeScheduler:
             index: of the fork in its request.
             next_token: the fork's own first token.
         """
-        sequence = forked(first, index, next_token)
+        sequence = self._live[first.request.forks[index].key] = forked(first, index, next_token)
         self._pool.share(table_owner(sequence.key), sequence.block_table[first.passed :])
-        self._live[sequence.key] = sequence
         sequence.tracker.move(SequenceEvent.FORK)
         if self._speculator is not None:
             self._speculator.begin(sequence)
         return sequence
 
     def next_step(self) -> Step:
-        """Every running sequence that has room for one more token, the senior first. One step at a time."""
+        """Every running sequence that has room for one more token, the senior first, then prompts. One at a time."""
         assert not self._in_step, "the last step has not been completed"
         preempted: list[Sequence] = []
         swapped_out: list[Sequence] = []
@@ -218,6 +232,8 @@ class DecodeScheduler:
         )
         if self._speculator is not None:
             self._speculator.draft(self._in_step, self._lanes)
+        rows = sum(1 + len(sequence.draft) for sequence in self._in_step)
+        self._in_step += self._prompts.share(self._live.values(), rows)
         return Step(self._in_step, tuple(preempted), tuple(swapped_out))
 
     def complete_step(self, draws: Seq[Draw | None]) -> list[Output]:
@@ -229,6 +245,9 @@ class DecodeScheduler:
             if sequence.tracker.state is SequenceState.LEAVING:
                 self._leave(sequence)
                 continue
+            if sequence.work is not None:
+                self._prompts.complete(sequence, drawn[0])
+                continue
             output = self._advance(sequence, drawn)
             outputs.append(output)
             if output.finish_reason is not None:
@@ -238,6 +257,10 @@ class DecodeScheduler:
         assert next(left, None) is None, "more was drawn than the step had rows"
         self._end_step()
         return outputs
+
+    def take_computed(self) -> Seq[Computed]:
+        """What the last step has done for prompts. Those that have their first token :meth:`begin`, or are dropped."""
+        return self._prompts.take()
 
     def fail_step(self) -> list[Sequence]:
         """The step raised: every sequence in it leaves the scheduler. Returns those nobody had dropped."""
@@ -279,10 +302,7 @@ class DecodeScheduler:
 
     def give_up(self, before: float) -> list[Sequence]:
         """Drop the sequences that have been swapped out since before then; the router is still to be told."""
-        overdue = self._swaps.overdue(before)
-        for sequence in overdue:
-            self.drop(sequence.key)
-        return overdue
+        return [sequence for sequence in self._swaps.overdue(before) if self.drop(sequence.key)]
 
     def drop(self, key: RequestKey) -> Sequence | None:
         """End a live sequence; its blocks go once no step writes them. Blocks of an open import stay with the import.
@@ -311,6 +331,8 @@ class DecodeScheduler:
         return sequence
 
     def _end_step(self) -> None:
+        for sequence in self._in_step:
+            sequence.work = None
         self._in_step = ()
         self._tails.step_ended()
 
@@ -340,26 +362,6 @@ class DecodeScheduler:
         del self._live[sequence.key]
         self._pool.release_all(table_owner(sequence.key))
         self._swaps.give_back(sequence.key)
-
-    def _place(self, sequence: Sequence) -> bool:
-        key = sequence.key
-        back = sequence.tracker.state is SequenceState.SWAPPED
-        # What a window has passed is not wanted, and what comes after it is not looked for without it.
-        hit = [] if sequence.passed else self._pool.match(sequence.hashes)
-        self._pool.share(table_owner(key), hit)
-        wanted = (len(sequence.slots) if back else -(-len(sequence.token_ids) // self._block_size)) - len(hit)
-        # Every sequence already there, and this one, may need one more block at its next step.
-        if self._live and self._pool.available < wanted + self._lanes + sequence.lanes:
-            self._pool.release_all(table_owner(key))
-            return False
-        try:
-            fresh = self._pool.allocate(table_owner(key) if back else import_owner(key), wanted)
-        except PoolExhausted:
-            self._pool.release_all(table_owner(key))
-            return False
-        sequence.block_table = [*[PADDING_BLOCK] * sequence.passed, *hit, *fresh]
-        sequence.cached_blocks = sequence.passed + len(hit)
-        return True
 
     def _grow(self, sequence: Sequence, preempted: list[Sequence], swapped_out: list[Sequence]) -> bool:
         index = sequence.computed // self._block_size

@@ -3,6 +3,7 @@ r"""One sequence on the decode side, and the table of its moves.
 Life cycle::
 
     WAITING --reserve--> IMPORTING --commit--> RUNNING --finish--> FINISHED
+    WAITING --prefill--> PREFILLING --begin--> RUNNING, of a prompt that this worker computes itself
     RUNNING --swap out--> SWAPPING_OUT --copied--> SWAPPED --swap in--> SWAPPING_IN --copied--> RUNNING
     any of them --drop--> GONE, by way of LEAVING while a step or a copy is at its blocks
 
@@ -20,8 +21,9 @@ import msgspec
 from decode_worker.drafter import Drafter
 from engine.block_pool import BlockPool, HolderKind, Owner
 from engine.prefix_index import BlockHash, extend, root_hash
+from engine.prompt import Prompt, Work
 from protocol.ids import Peer, RequestKey
-from protocol.messages import Reserve, StageTimes
+from protocol.messages import Prefill, PrefillAddress, Reserve, StageTimes
 from protocol.transitions import Tracker, TransitionTable
 
 
@@ -30,6 +32,7 @@ class SequenceState(Enum):
 
     WAITING = auto()
     IMPORTING = auto()
+    PREFILLING = auto()
     RUNNING = auto()
     SWAPPING_OUT = auto()
     SWAPPED = auto()
@@ -44,6 +47,8 @@ class SequenceEvent(Enum):
 
     RESERVE = auto()
     COMMIT = auto()
+    PREFILL = auto()
+    BEGIN = auto()
     FORK = auto()
     FINISH = auto()
     SWAP_OUT = auto()
@@ -65,6 +70,10 @@ SEQUENCES = TransitionTable(
         (SequenceState.WAITING, SequenceEvent.FORK): SequenceState.RUNNING,
         (SequenceState.IMPORTING, SequenceEvent.COMMIT): SequenceState.RUNNING,
         (SequenceState.IMPORTING, SequenceEvent.DROP): SequenceState.GONE,
+        (SequenceState.WAITING, SequenceEvent.PREFILL): SequenceState.PREFILLING,
+        (SequenceState.PREFILLING, SequenceEvent.BEGIN): SequenceState.RUNNING,
+        (SequenceState.PREFILLING, SequenceEvent.DROP): SequenceState.GONE,
+        (SequenceState.PREFILLING, SequenceEvent.DROP_IN_STEP): SequenceState.LEAVING,
         (SequenceState.RUNNING, SequenceEvent.FINISH): SequenceState.FINISHED,
         (SequenceState.RUNNING, SequenceEvent.DROP): SequenceState.GONE,
         (SequenceState.RUNNING, SequenceEvent.DROP_IN_STEP): SequenceState.LEAVING,
@@ -114,7 +123,6 @@ class Sequence:
         cached_blocks: leading blocks found in this worker's own prefix cache when it got its blocks.
         slots: of its blocks in host memory, while it is out or on its way.
         passed: leading blocks that lie out of reach, given back; the padding block stands in their place.
-        cached_blocks: leading blocks found in this worker's own prefix cache.
         lanes: sequences that it comes to once it has forked.
         copied: ``(source, target)`` of a shared block that the next step copies before it writes; the hold on the
             source goes when that step has ended.
@@ -122,9 +130,11 @@ class Sequence:
         times: of the handoff, sent with the first tokens.
         drafter: guesses how it goes on; None before it runs, and where nothing is guessed.
         draft: what the step under way tries after its last token.
+        prompt: how far its prompt is computed, where this worker does that itself; it shares the block table.
+        work: what the step under way computes of the prompt; None where it computes a token of the sequence.
     """
 
-    request: Reserve
+    request: Reserve | Prefill
     router: Peer
     order: tuple[float, int]
     arrived: float
@@ -144,11 +154,23 @@ class Sequence:
     times: StageTimes | None = None
     drafter: Drafter | None = None
     draft: tuple[int, ...] = ()
+    prompt: Prompt | None = None
+    work: Work | None = None
 
     @property
     def key(self) -> RequestKey:
         """Request and attempt."""
         return self.request.key
+
+    @property
+    def prefill(self) -> PrefillAddress | None:
+        """Where its KV comes from; None where this worker computes the prompt itself."""
+        return self.request.prefill if isinstance(self.request, Reserve) else None
+
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens per second that a fresh prefill of it would go by; 0 where that is not known."""
+        return self.request.prefill_rate if isinstance(self.request, Reserve) else 0.0
 
     @property
     def copying(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -49,7 +50,7 @@ class Step:
     """What the next step computes, and who had to make room for it.
 
     Attributes:
-        sequences: one token each, and their drafts.
+        sequences: one token each, and their drafts; then those whose prompts it goes on with.
         preempted: already dropped; their imports are still to be closed, and the router to be told.
         swapped_out: still to be copied to their slots; their blocks come free when that is done.
     """
@@ -60,12 +61,20 @@ class Step:
 
 
 def chunks_of(sequences: Seq[Sequence]) -> list[Chunk]:
-    """The engine's view of a step: the last token of each sequence, then each of its draft's, as if it had come.
+    """The engine's view of a step, in the order of its sequences: the tokens of each, or a piece of its prompt."""
+    return [chunk for sequence in sequences for chunk in _chunks(sequence)]
+
+
+def _chunks(sequence: Sequence) -> Iterator[Chunk]:
+    """The last token of a sequence, then each of its draft's, as if it had come; or its share of prompt.
 
     One chunk per token, over the same blocks: attention computes each as a decode, just as in a step of its own.
     """
-    return [
-        Chunk(
+    if sequence.work is not None:
+        yield sequence.work.chunk
+        return
+    for ahead, token in enumerate((sequence.token_ids[-1], *sequence.draft)):
+        yield Chunk(
             token_ids=(token,),
             start=sequence.computed + ahead,
             block_table=sequence.block_table,
@@ -74,9 +83,6 @@ def chunks_of(sequences: Seq[Sequence]) -> list[Chunk]:
             history=_history(sequence, ahead),
             copied=None if ahead else sequence.copied,
         )
-        for sequence in sequences
-        for ahead, token in enumerate((sequence.token_ids[-1], *sequence.draft))
-    ]
 
 
 def _history(sequence: Sequence, ahead: int) -> Seq[int]:

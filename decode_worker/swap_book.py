@@ -41,10 +41,6 @@ class SwapBook:
         """Whether there are so many slots left."""
         return self.used + count <= self._usable
 
-    def find(self, key: RequestKey) -> Sequence | None:
-        """The sequence of ``key``, if it is out."""
-        return self._waiting.get(key)
-
     def senior(self) -> Seq[Sequence]:
         """Who is to come back first, if anyone is out."""
         return sorted(self._waiting.values(), key=attrgetter("order"))[:1]

@@ -68,7 +68,7 @@ class Swaps:
     def prefers(self, sequence: Sequence, ship_rate: float) -> bool:
         """Whether a sequence is better swapped out than prefilled anew; ``ship_rate`` is in bytes per second."""
         copy_rate = self.nbytes / self.seconds if self.seconds else 0.0
-        rates = Rates(copy=copy_rate, prefill=sequence.request.prefill_rate, ship=ship_rate)
+        rates = Rates(copy=copy_rate, prefill=sequence.prefill_rate, ship=ship_rate)
         nbytes = (len(sequence.block_table) - sequence.passed) * self._space.block_bytes
         return prefers_swap(self._mode, sequence.computed, nbytes, rates)
 

@@ -18,17 +18,18 @@ import zmq.asyncio
 
 from decode_worker.config import DecodeConfig
 from decode_worker.imports import Imports
+from decode_worker.local_prefill import LocalPrefill
+from decode_worker.outbox import Outbox
 from decode_worker.peers import PrefillPeers
 from decode_worker.reception import Reception
-from decode_worker.refusal import refusal
+from decode_worker.refusal import prefill_refusal, refusal
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequence import Sequence, SequenceState
 from decode_worker.speculator import Speculator
-from decode_worker.step import Output, chunks_of
+from decode_worker.step import chunks_of
 from decode_worker.swaps import PATIENCE, Swaps
 from engine.block_pool import BlockPool
 from engine.pool_watch import PoolWatch
-from kv_transfer.transport import TransportConfig
 from protocol.curve import CurveKeys
 from protocol.errors import KVFerryError, Overloaded, Preempted, ProtocolError
 from protocol.forks import Fork, ForkBook
@@ -42,6 +43,7 @@ from protocol.messages import (
     Handover,
     Heartbeat,
     Message,
+    Prefill,
     Reserve,
     StageTimes,
     WorkerLoad,
@@ -74,7 +76,7 @@ class DecodeWorker:
         self._loops = Loops()
         self._forks = ForkBook()
         self._wake = asyncio.Event()
-        self._decode_tokens = self._decode_turns = self._cached_tokens = self._preemptions = self._failures = 0
+        self._cached_tokens = self._preemptions = self._failures = 0
 
     async def start(self, progress: Callable[[str, float], None] | None = None) -> None:
         """Load the model, bind the sockets, and begin to serve.
@@ -114,21 +116,14 @@ class DecodeWorker:
             prefers_swap=lambda sequence: self._swaps.prefers(sequence, self._imports.rate),
             window=runner.model_config.reach,
             speculator=self._speculator,
+            step_tokens=self.config.step_tokens or settings.max_batch_tokens,
         )
         context = zmq.asyncio.Context()
         resources.callback(context.term)
         wire = WireLayout(runner.layout, self.config.wire_dtype)
-        config = TransportConfig(
-            timeout=self.config.transfer_timeout,
-            checksum=self.config.transfer_checksum,
-            secret=self.config.secret,
-            gpudirect=self.config.gpudirect,
-            name=str(self.me),
-        )
-        transport, host = self.config.transport, self.config.bind_host
+        transport, host, config = self.config.transport, self.config.bind_host, self.config.transfer(str(self.me))
         reception = Reception(runner.cache, runner.copies, wire, transport, host, config)
         resources.push_async_callback(reception.close)
-        receiver = reception.receiver
         keys = CurveKeys.drawn_from(self.config.secret)
         self._peers = PrefillPeers(
             context,
@@ -141,7 +136,7 @@ class DecodeWorker:
         self._imports = Imports(
             self.pool,
             wire,
-            receiver,
+            reception.receiver,
             vocab_size=runner.vocab_size,
             send=self._peers.send,
             commit=self._commit,
@@ -156,7 +151,8 @@ class DecodeWorker:
             max_model_len=runner.max_model_len,
             layout=runner.layout,
             num_blocks=runner.num_blocks,
-            kv_addresses=receiver.addresses,
+            kv_addresses=reception.receiver.addresses,
+            prefills=self.config.local_prefill,
             device=str(runner.device),
             pid=os.getpid(),
         )
@@ -171,6 +167,8 @@ class DecodeWorker:
             keys=keys,
         )
         resources.push_async_callback(self._link.close)
+        self._outbox = Outbox(self._link.send)
+        self._local_prefill = LocalPrefill(self._scheduler, self._forks, self._link.send, self._fork)
         self._link.start()
         self._loops.watch(*self._link.tasks, self._peers.broken)
         resources.push_async_callback(self._loops.stop)
@@ -202,8 +200,10 @@ class DecodeWorker:
             step_age=self._stepper.age,
             step_fixed=self._stepper.pace.fixed,
             step_per_token=self._stepper.pace.per_token,
+            step_gaps=self._stepper.gaps.histogram(),
+            prefill_tokens=self._local_prefill.tokens,
             cached_tokens=self._cached_tokens,
-            decode_tokens=self._decode_tokens,
+            decode_tokens=self._outbox.tokens,
             kv_blocks=imports.kv_blocks,
             kv_bytes=imports.kv_bytes,
             kv_seconds=imports.kv_seconds,
@@ -213,7 +213,7 @@ class DecodeWorker:
             swapped_blocks=self._swaps.book.used,
             used_slots=pool.used * self.pool.block_size,
             empty_slots=self._scheduler.empty_slots,
-            decode_turns=self._decode_turns,
+            decode_turns=self._outbox.turns,
             draft_tokens=0 if speculator is None else speculator.drafted,
             accepted_tokens=0 if speculator is None else speculator.accepted,
         )
@@ -230,7 +230,7 @@ class DecodeWorker:
 
     def _from_router(self, router: Peer, message: Message) -> None:
         match message:
-            case Reserve():
+            case Reserve() | Prefill():
                 self._accept(router, message)
             case Cancel():
                 self._drop(message.key)
@@ -240,7 +240,7 @@ class DecodeWorker:
     def _from_prefill(self, sender: Peer, message: Message) -> None:
         self._imports.receive(sender, message)
 
-    def _accept(self, router: Peer, request: Reserve) -> None:
+    def _accept(self, router: Peer, request: Reserve | Prefill) -> None:
         if self._scheduler.find(request.key) is not None or self._imports.book.has_ended(request.key, time.monotonic()):
             # It came twice, or its cancel was faster; then whom it was to carry comes again.
             lost = [fork for fork in request.forks if self._forks.first_of(fork.key) == fork.key]
@@ -255,6 +255,8 @@ class DecodeWorker:
             return
         runner = self._stepper.runner
         error = refusal(request, self._max_model_len, runner.vocab_size) or runner.grammars.refusal(request.sampling)
+        if error is None and isinstance(request, Prefill):
+            error = prefill_refusal(request, self.me, able=self.config.local_prefill)
         if error is None and self._scheduler.waiting >= self.config.max_waiting:
             error = Overloaded(f"{self._scheduler.waiting} requests wait, {self.config.max_waiting} are allowed")
         self._forks.open(request.key, request.forks)
@@ -267,7 +269,7 @@ class DecodeWorker:
         sequence = self._scheduler.add(request, router, time.monotonic())
         sequence.lanes = len(self._forks.wanted(request.key))
         self._admit()
-        if not sequence.block_table:
+        if sequence.prefill is not None and not sequence.block_table:
             self._imports.wait(sequence)
 
     def _send_back(self, router: Peer, forks: Iterable[Fork], why: str) -> None:
@@ -282,6 +284,10 @@ class DecodeWorker:
                 self._swaps.restore(sequence)
                 continue
             self._cached_tokens += sequence.cached_blocks * self.pool.block_size
+            if sequence.prompt is not None:
+                sequence.prompt.started = now
+                self._wake.set()
+                continue
             sequence.times = StageTimes(
                 reserve_wait=now - sequence.arrived, decode_cached_blocks=sequence.cached_blocks
             )
@@ -353,27 +359,31 @@ class DecodeWorker:
 
     async def _steps(self) -> None:
         while True:
+            self._wake.clear()
             step = self._scheduler.next_step()
+            if step.preempted or step.swapped_out or not step.sequences:
+                self._outbox.send()
             for sequence in step.preempted:
                 self._preempt(sequence)
             for sequence in step.swapped_out:
                 self._swaps.save(sequence)
             self._admit()
             if not step.sequences:
-                self._wake.clear()
+                self._stepper.rest()
                 await self._wake.wait()
                 continue
             try:
+                # Once the engine has begun.
+                asyncio.get_running_loop().call_soon(self._outbox.send)
                 draws = await self._stepper.execute(chunks_of(step.sequences))
             except KVFerryError as error:
                 logger.exception("a decode step failed")
                 for sequence in self._scheduler.fail_step():
                     self._fail(sequence.router, sequence.key, ErrorInfo.of(error))
                 continue
-            for output in self._scheduler.complete_step(draws):
-                self._decode_turns += 1
-                self._decode_tokens += len(output.draws)
-                self._emit(output)
+            self._outbox.put(self._scheduler.complete_step(draws))
+            for computed in self._scheduler.take_computed():
+                self._local_prefill.advance(computed, time.monotonic())
 
     def _copied(self, sequence: Sequence, error: KVFerryError | None) -> None:
         if error is None:
@@ -388,8 +398,3 @@ class DecodeWorker:
         error = ErrorInfo.of(Preempted("the block pool is full; older requests go first"))
         for key in self._forks.close(sequence.key):
             self._link.send(sequence.router, Failed(key=key, error=error))
-
-    def _emit(self, output: Output) -> None:
-        sequence = output.sequence
-        self._link.send(sequence.router, output.message(time.monotonic()))
-        sequence.times = None

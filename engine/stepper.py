@@ -18,6 +18,7 @@ from engine.config import EngineConfig
 from engine.layer_watch import LayerWatch
 from engine.runner import ModelRunner
 from engine.step_pace import StepPace
+from protocol.histogram import SECONDS, Observations
 
 
 class Stepper:
@@ -27,6 +28,8 @@ class Stepper:
         steps: forward steps finished.
         step_seconds: time spent in them.
         pace: what they take lately.
+        gaps: from the end of a step to the begin of the next, in the engine's thread, where :meth:`rest` was not called
+            in between. The model stands still meanwhile.
     """
 
     def __init__(self, runner: ModelRunner, executor: ThreadPoolExecutor) -> None:
@@ -35,7 +38,9 @@ class Stepper:
         self.step_seconds = 0.0
         self.pace = StepPace()
         self._executor = executor
+        self.gaps = Observations(SECONDS)
         self._entered: float | None = None
+        self._left: float | None = None
 
     @classmethod
     async def load(cls, config: EngineConfig, progress: Progress | None = None, *, decodes: bool = True) -> Stepper:
@@ -79,13 +84,25 @@ class Stepper:
         if watch is not None:
             watch = LayerWatch(watch.every, partial(_tell_on, loop, watch.tell))
         try:
-            draws = await loop.run_in_executor(self._executor, self.runner.execute, chunks, watch)
+            draws = await loop.run_in_executor(self._executor, self._step, chunks, watch)
             self.pace.add(sum(len(chunk.token_ids) for chunk in chunks), time.monotonic() - self._entered)
             return draws
         finally:
             self.steps += 1
             self.step_seconds += time.monotonic() - self._entered
             self._entered = None
+
+    def rest(self) -> None:
+        """There is nothing to compute: what passes from now on is no gap. Not while a step runs."""
+        self._left = None
+
+    def _step(self, chunks: Sequence[Chunk], watch: LayerWatch | None) -> list[Draw | None]:
+        if self._left is not None:
+            self.gaps.add(time.monotonic() - self._left)
+        try:
+            return self.runner.execute(chunks, watch)
+        finally:
+            self._left = time.monotonic()
 
     def close(self) -> None:
         """Wait for the step under way and end the thread."""

@@ -19,13 +19,14 @@ import zmq.asyncio
 from engine.batch import Draw
 from engine.block_pool import BlockPool
 from engine.device_pool import DevicePool
+from engine.first_tokens import FirstTokens
 from engine.layer_watch import LayerWatch
 from engine.pool_watch import PoolWatch
+from engine.prompt import Progress, Work
 from kv_transfer.transport import TransportConfig
 from prefill_worker.config import PrefillConfig
 from prefill_worker.exports import Exports
-from prefill_worker.first_tokens import FirstTokens
-from prefill_worker.scheduler import PrefillScheduler, Progress, Work, chunks_of
+from prefill_worker.scheduler import PrefillScheduler
 from protocol.curve import CurveKeys
 from protocol.errors import ContextLengthExceeded, InvalidRequest, KVFerryError, Overloaded, Preempted, ProtocolError
 from protocol.forks import ForkBook
@@ -189,6 +190,7 @@ class PrefillWorker:
             step_age=self._stepper.age,
             step_fixed=self._stepper.pace.fixed,
             step_per_token=self._stepper.pace.per_token,
+            step_gaps=self._stepper.gaps.histogram(),
             prefill_tokens=self._prefill_tokens,
             cached_tokens=self._cached_tokens,
             kv_blocks=exports.kv_blocks,
@@ -332,6 +334,7 @@ class PrefillWorker:
                 self._advance(progress)
             step = self._scheduler.next_step()
             if not step:
+                self._stepper.rest()
                 self._wake.clear()
                 await self._wake.wait()
                 continue
@@ -355,19 +358,20 @@ class PrefillWorker:
         if not self.config.layers_per_ship or not self._stepper.runner.cache.in_host_memory:
             return {}
         last = (work for work in step if work.last and work.prompt.request.handoff is not None)
-        return {work.prompt.key: self._scheduler.completes(work) for work in last}
+        return {work.prompt.key: work.completes(self.pool.block_size) for work in last}
 
     async def _execute(
         self, step: Sequence[Work], early: Mapping[RequestKey, tuple[int, ...]]
     ) -> Sequence[Draw | None]:
+        chunks = [work.chunk for work in step]
         if not early:
-            return await self._stepper.execute(chunks_of(step))
+            return await self._stepper.execute(chunks)
 
         def tell(done: int) -> None:
             for key, blocks in early.items():
                 self._exports.layers_computed(key, blocks, done)
 
-        return await self._stepper.execute(chunks_of(step), LayerWatch(self.config.layers_per_ship, tell))
+        return await self._stepper.execute(chunks, LayerWatch(self.config.layers_per_ship, tell))
 
     def _advance(self, progress: Progress, *, told: bool = False) -> None:
         prompt = progress.prompt

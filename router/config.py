@@ -9,7 +9,9 @@ import re
 from dataclasses import dataclass
 
 from protocol.errors import ConfigError
+from router.local_prefill import LOCAL_PREFILLS, LocalPrefill
 from router.policy import POLICIES
+from router.sampling_defaults import GENERATION_CONFIGS, GenerationConfig
 from router.tool_format import TOOL_FORMATS, ToolFormat
 
 
@@ -28,6 +30,9 @@ class RouterConfig:
         explained_requests: of how many of the last requests it is kept why they went where they went.
         ttft_target: a new request is refused when no worker is predicted to give its first token within this, unless it
             brings a ``ttft_target`` of its own; 0 refuses none.
+        local_prefill: when a decode worker computes a prompt itself: "never", as a "fallback" while there is no prefill
+            worker, then and for "short" prompts, or "always".
+        local_prefill_tokens: a prompt of at most so many tokens is short.
         worker_timeout: a worker that sends no heartbeat this long is lost.
         step_age_bound: a worker whose step loop has not come round this long is lost.
         forget_after: a lost worker is dropped from the listing after this.
@@ -45,6 +50,7 @@ class RouterConfig:
         api_keys: file of the keys that may ask, see ``router.front.keys``; "" lets everybody in.
         tls_certificate, tls_key: files, in PEM, with which clients are spoken to by TLS; both or neither.
         tool_format: how the model writes calls of tools, a name in ``router.tool_format.TOOL_FORMATS``.
+        generation_config: "auto" takes the sampling defaults that the model was published with, "none" neutral ones.
         secret: what every worker must know; "" hears everybody.
         public: listen on an address that is not this machine's own though there are no keys.
 
@@ -62,6 +68,8 @@ class RouterConfig:
     slow_start: float = 10.0
     explained_requests: int = 1024
     ttft_target: float = 0.0
+    local_prefill: LocalPrefill = "fallback"
+    local_prefill_tokens: int = 0
     worker_timeout: float = 2.0
     step_age_bound: float = 10.0
     forget_after: float = 600.0
@@ -81,6 +89,7 @@ class RouterConfig:
     tls_certificate: str = ""
     tls_key: str = ""
     tool_format: ToolFormat = "auto"
+    generation_config: GenerationConfig = "auto"
     secret: str = dataclasses.field(default="", repr=False)
 
     def __post_init__(self) -> None:
@@ -102,7 +111,12 @@ class RouterConfig:
             if getattr(self, other) and not getattr(self, field):
                 raise ConfigError(f"{field} must be given with {other}", field=field)
         self._check("policy", self.policy in POLICIES, f"one of {sorted(POLICIES)}")
+        self._check("local_prefill", self.local_prefill in LOCAL_PREFILLS, f"one of {list(LOCAL_PREFILLS)}")
+        self._check("local_prefill_tokens", 0 <= self.local_prefill_tokens <= 1 << 20, "in [0, 2**20]")
         self._check("tool_format", self.tool_format in TOOL_FORMATS, f"one of {list(TOOL_FORMATS)}")
+        self._check(
+            "generation_config", self.generation_config in GENERATION_CONFIGS, f"one of {list(GENERATION_CONFIGS)}"
+        )
         for field in (
             "worker_timeout",
             "step_age_bound",

@@ -350,11 +350,19 @@ class Dispatcher:
         machine, generation = live.machine, live.generation
         if machine.emitted:
             live.chains.grow(machine.token_ids)
-        output = generation.sampling.max_tokens - machine.emitted
         target = 0.0
         if not machine.attempt:  # what was let in is served, late or not
             target = self._ttft_target if generation.ttft_target is None else generation.ttft_target
-        demand = Demand(wish.needs_decode, wish.excluded, self._turn, output, generation.session, sequences, target)
+        demand = Demand(
+            wish.needs_decode,
+            wish.excluded,
+            self._turn,
+            machine.prompt_tokens,
+            output=generation.sampling.max_tokens - machine.emitted,
+            session=generation.session,
+            sequences=sequences,
+            ttft_target=target,
+        )
         placement, live.decision = self._placer.place(live.chains, demand, machine.key, now)
         self._placer.explanations.keep(generation.name or machine.request_id, live.decision)
         self._turn += 1

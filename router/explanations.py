@@ -63,6 +63,7 @@ class Decision:
     Attributes:
         request_id, attempt: of which attempt.
         at: when (monotonic seconds).
+        local_prefill: why the decode worker prefills; "" where a prefill worker does.
         prefill, decode: the chosen incarnations.
         predicted_ttft, predicted_tpot, predicted_transfer: in seconds; no decode, no output after the first token.
         measured_ttft, measured_tpot: from ``at`` on; None until they are known.
@@ -74,6 +75,7 @@ class Decision:
     at: float
     prompt_tokens: int
     cached_tokens: int
+    local_prefill: str
     prefill: Peer
     decode: Peer | None
     predicted_ttft: float
@@ -92,6 +94,7 @@ class Decision:
             "attempt": self.attempt,
             "policy": self.policy,
             "prompt_tokens": self.prompt_tokens,
+            "local_prefill": self.local_prefill,
             "prefill": self.prefill.name,
             "decode": None if self.decode is None else self.decode.name,
             "predicted": {

@@ -53,6 +53,7 @@ class Fleet:
     Attributes:
         workers: by row, None where it is free.
         prefill, decode: which rows take new work of that kind.
+        prefills: which of them are decode workers that compute prompts beside it.
         waiting, running: prompt tokens, and sequences, that the last heartbeat had.
         room: tokens of the blocks that could be given out.
         block_size: of the layout.
@@ -90,6 +91,7 @@ class Fleet:
         self._rows: dict[str, int] = {}
         self.prefill: Bools = np.zeros(FIRST_ROWS, dtype=bool)
         self.decode: Bools = np.zeros(FIRST_ROWS, dtype=bool)
+        self.prefills: Bools = np.zeros(FIRST_ROWS, dtype=bool)
         self.seeds = np.zeros(FIRST_ROWS, dtype=np.uint64)
         # Rows that are free are reckoned with like all others, to no effect: 1 divides by nothing wrong.
         for name in _COLUMNS:
@@ -164,6 +166,7 @@ class Fleet:
             nobody = np.zeros(len(self), dtype=bool)
             self.prefill = np.concatenate((self.prefill, nobody))
             self.decode = np.concatenate((self.decode, nobody))
+            self.prefills = np.concatenate((self.prefills, nobody))
         self._rows[name] = row
         self.correction[row] = self.in_full_steps[row] = self.block_size[row] = 1.0
         self.seeds[row] = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
@@ -184,6 +187,7 @@ class Fleet:
             self._changed()
         self.prefill[row] = able and profile.role == "prefill"
         self.decode[row] = able and profile.role == "decode"
+        self.prefills[row] = profile.prefills
         self.waiting[row] = load.waiting_tokens
         self.running[row] = load.running + load.waiting
         size = profile.layout.block_size

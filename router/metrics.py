@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from protocol.histogram import SECONDS
 from router.block_index import BlockIndex
 from router.front.generation import GenerationReport
 from router.instructions import Stage
 from router.kv_feed import KVFeeds
 from router.registry import Worker
 from router.timeline import Timeline
-from router.transfer_metrics import transfer_metrics
+from router.transfer_metrics import buckets, transfer_metrics
 
 POOL_STATES = ("free", "active", "cached", "exported", "importing", "draining", "reserved", "total")
 """Labels of ``kvferry_pool_blocks``, each a field of ``PoolCounts``."""
@@ -104,12 +105,19 @@ class WorkerCollector(Collector):
             for worker in live:
                 gauge.add_metric((worker.peer.name, worker.profile.role), value(worker))
             yield gauge
-        totals = [(worker.peer.name, worker.profile.role, worker.totals.counters) for worker in known]
+        totals = [(worker.peer.name, worker.profile.role, worker.totals) for worker in known]
         for name, (text, field) in _WORKER_COUNTERS.items():
             counter = CounterMetricFamily(name, text, labels=("worker", "role"))
-            for worker_name, role, counters in totals:
-                counter.add_metric((worker_name, role), counters[field])
+            for worker_name, role, total in totals:
+                counter.add_metric((worker_name, role), total.counters[field])
             yield counter
+        gaps = HistogramMetricFamily(
+            "kvferry_step_gap_seconds", "End of a forward step to the begin of the next.", labels=("worker", "role")
+        )
+        for worker_name, role, total in totals:
+            if total.step_gaps.count:
+                gaps.add_metric((worker_name, role), buckets(total.step_gaps, SECONDS), total.step_gaps.total)
+        yield gaps
         yield from transfer_metrics(known)
 
 
@@ -153,6 +161,12 @@ class RouterMetrics:
         self.retries = Counter("kvferry_retries", "Attempts that another one followed.", ("code",), registry=registry)
         self.remote_prefills = Counter(
             "kvferry_remote_prefills", "First tokens that came from a prefill worker.", registry=registry
+        )
+        self.local_prefills = Counter(
+            "kvferry_local_prefills",
+            "First tokens that came from the decode worker itself, by the reason for that.",
+            ("reason",),
+            registry=registry,
         )
         self.handoffs = Counter(
             "kvferry_handoffs", "Requests that a decode worker took over and went on with.", registry=registry
@@ -206,9 +220,11 @@ class RouterMetrics:
 
     def reached(self, stage: Stage, report: GenerationReport, *, first: bool) -> None:
         """A request's tokens came from a new stage; ``first`` with the first of all its tokens."""
-        if stage is Stage.PREFILLED:
+        if stage is Stage.PREFILLED and report.local_prefill:
+            self.local_prefills.labels(report.local_prefill).inc()
+        elif stage is Stage.PREFILLED:
             self.remote_prefills.inc()
-        elif stage is Stage.TAKEN_OVER:
+        elif stage is Stage.TAKEN_OVER and not report.local_prefill:
             self.handoffs.inc()
             self.handoff_transports.labels(report.transport or "none").inc()
             self.handoff.observe(report.handoff_s)

@@ -5,7 +5,7 @@ No I/O: messages to workers are returned. One for each router, for its whole lif
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -17,7 +17,8 @@ from router.explanations import DECODE_FIELDS, PREFILL_FIELDS, Candidates, Decis
 from router.fleet import Fleet, Floats, Rows
 from router.forecast import forecast
 from router.kv_feed import KVFeeds
-from router.policy import Choice, Demand, Placement, Snapshot, place
+from router.local_prefill import LocalPrefillRule, decide
+from router.policy import Choice, Demand, Placement, Snapshot
 from router.prompt_chain import PromptChains
 from router.registry import Worker, WorkerRegistry
 
@@ -34,8 +35,9 @@ class PlacerConfig:
 
     model: str
     policy: str
-    slow_start: float
-    explained_requests: int
+    local_prefill: LocalPrefillRule = field(default_factory=LocalPrefillRule)
+    slow_start: float = 10.0
+    explained_requests: int = 1024
 
 
 class Placer:
@@ -81,7 +83,7 @@ class Placer:
         length = len(chains.token_ids)
         told = forecast(self._fleet, length, self._cached(chains), now, self._config.slow_start)
         snapshot = Snapshot(self._fleet, told)
-        return snapshot, place(self._config.policy, snapshot, demand)
+        return snapshot, decide(self._config.policy, snapshot, demand, self._config.local_prefill)
 
     def place(self, chains: PromptChains, demand: Demand, key: RequestKey, now: float) -> tuple[Placement, Decision]:
         """As :meth:`look`, and reckon with the work from now on.
@@ -92,7 +94,7 @@ class Placer:
         """
         snapshot, choice = self.look(chains, demand, now)
         fleet, told = self._fleet, snapshot.forecast
-        if demand.ttft_target:
+        if demand.ttft_target and not choice.local:
             rows = fleet.able("prefill")
             soonest = float((told.ttft + told.wait)[rows].min())
             if soonest > demand.ttft_target:
@@ -123,6 +125,7 @@ class Placer:
             at=now,
             prompt_tokens=len(chains.token_ids),
             cached_tokens=len(chains.token_ids) - int(told.uncached[choice.prefill]),
+            local_prefill=choice.local,
             prefill=prefill.peer,
             decode=None if decode is None else decode.peer,
             predicted_ttft=float(told.ttft[choice.prefill]),
@@ -134,12 +137,13 @@ class Placer:
         fleet.charge(choice.prefill, float(told.uncached[choice.prefill]), 0)
         if choice.decode is not None:
             fleet.charge(choice.decode, 0.0, demand.sequences)
-        return Placement(prefill, decode), decision
+        return Placement(prefill, decode, choice.local), decision
 
     def first_token(self, decision: Decision, now: float) -> float:
         """The first token of an attempt came; returns how far the prediction was off, in seconds."""
         decision.measured_ttft = now - decision.at
-        self._correct(decision.prefill, decision.predicted_ttft, decision.measured_ttft)
+        if not decision.local_prefill:  # a decode worker's correction is that of its other steps
+            self._correct(decision.prefill, decision.predicted_ttft, decision.measured_ttft)
         return abs(decision.measured_ttft - decision.predicted_ttft)
 
     def ended(self, decision: Decision, tokens: int, seconds: float) -> None:

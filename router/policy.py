@@ -38,6 +38,7 @@ class Demand:
         needs_decode: False when the request ends with prefill's token.
         excluded: peers to avoid where there are others.
         turn: grows by one for each placement; equal workers take turns by it.
+        prompt_tokens: that are to be prefilled.
         output: tokens at most.
         session: whose requests go together; "" when that is not known.
         sequences: that one prefill comes to.
@@ -47,6 +48,7 @@ class Demand:
     needs_decode: bool
     excluded: frozenset[Peer] = frozenset()
     turn: int = 0
+    prompt_tokens: int = 0
     output: int = HORIZON
     session: str = ""
     sequences: int = 1
@@ -63,10 +65,14 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one attempt runs; without ``decode``, prefill's token is the whole answer."""
+    """Where one attempt runs; without ``decode``, prefill's token is the whole answer.
+
+    ``local`` tells why a decode worker prefills, which is then both; it is "" where a prefill worker does.
+    """
 
     prefill: Worker
     decode: Worker | None
+    local: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +197,7 @@ class Choice:
         prefill, decode: rows; no decode where none is needed.
         prefill_candidates, decode_candidates: rows that were looked at; none for decode where none is needed.
         ranking: of all.
+        local: why the decode worker prefills, which is then both; "" where a prefill worker does.
     """
 
     prefill: int
@@ -198,6 +205,15 @@ class Choice:
     prefill_candidates: Rows
     decode_candidates: Rows | None
     ranking: Ranking
+    local: str = ""
+
+
+def place_alone(policy: str, snapshot: Snapshot, demand: Demand, rows: Rows, local: str) -> Choice:
+    """The one of some decode workers that ``policy`` likes best, for prompt and output alike."""
+    ranking = POLICIES[policy](snapshot, demand)
+    avoided = _avoided(snapshot.fleet, demand.excluded)
+    chosen = _best(ranking.decode if avoided is None else ranking.decode + avoided, rows, ranking, demand)
+    return Choice(chosen, chosen if demand.needs_decode else None, rows, rows, ranking, local)
 
 
 def place(policy: str, snapshot: Snapshot, demand: Demand) -> Choice:
@@ -217,9 +233,7 @@ def place(policy: str, snapshot: Snapshot, demand: Demand) -> Choice:
     decode = ranking.decode if avoided is None else ranking.decode + avoided
     if not demand.needs_decode:
         rows = _cheapest(prefill, fleet.able("prefill"), CANDIDATES)
-        costs = prefill[rows]
-        near = np.flatnonzero(costs <= costs.min() * (1 + ranking.tolerance))
-        chosen = int(rows[near[demand.turn % len(near)]])
+        chosen = _best(prefill, rows, ranking, demand)
         return Choice(chosen, None, rows, None, ranking)
     for bound in (CANDIDATES, len(fleet)):
         rows = _cheapest(prefill, fleet.able("prefill"), bound)
@@ -241,6 +255,13 @@ def place(policy: str, snapshot: Snapshot, demand: Demand) -> Choice:
         f"no prefill worker has a decode worker that it can ship to; {here.peer.name} (here) and "
         f"{there.peer.name} (there): {mismatch(here.profile, there.profile)}"
     )
+
+
+def _best(costs: Floats, rows: Rows, ranking: Ranking, demand: Demand) -> int:
+    """The cheapest of the rows; among equals, the turn decides."""
+    found = costs[rows]
+    near = np.flatnonzero(found <= found.min() * (1 + ranking.tolerance))
+    return int(rows[near[demand.turn % len(near)]])
 
 
 def _fitting(

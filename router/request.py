@@ -84,16 +84,14 @@ class RequestMachine:
 
     def __init__(self, request_id: str, generation: Generation, limits: RequestLimits) -> None:
         check_generation(generation)
-        timeout = limits.request_timeout
-        if generation.timeout is not None:
-            timeout = min(timeout, generation.timeout)
+        own, most = generation.timeout, limits.request_timeout
         self.request_id = request_id
         self.attempt = 0
         self.placement: Placement | None = None
         self.timeline = Timeline()
         self._generation = generation
         self._limits = limits
-        self._timeout = timeout
+        self._timeout = most if own is None else min(most, own)
         self._tracker = REQUEST_TABLE.start(request_id)
         self._emitted: list[int] = []
         self._record = PromptRecord(generation.prompt_logprobs, len(generation.token_ids))
@@ -160,10 +158,11 @@ class RequestMachine:
         line.placed = now if line.placed is None else line.placed
         line.decode = None
         line.prefill_worker, line.decode_worker = prefill.peer.name, "" if decode is None else decode.peer.name
+        line.local_prefill = placement.local
         token_ids = self.token_ids
         senior = seniority(now - line.submitted, generation.priority, self._limits.priority_aging)
         opened: list[Instruction] = []
-        if decode is not None:
+        if decode is not None and not placement.local:
             reserve = Reserve(
                 key=self.key,
                 token_ids=token_ids,
@@ -218,11 +217,11 @@ class RequestMachine:
         if message.key != self.key or sender not in (prefill, decode):
             return []
         prefilling = self.state is RequestState.PREFILLING
-        if sender == decode and prefilling:
+        if sender != prefill and prefilling:
             self._early.append(message)
             self._early_until = min(self._early_until, now + self._limits.reorder_grace)
             return []
-        if sender == prefill and not prefilling:
+        if sender != decode and not prefilling:
             return []
         if prefilling and self._record.wanted is not None:
             return self._gap(f"the first token came, and prompt tokens were told of up to {self._record.next}", now)
@@ -241,7 +240,7 @@ class RequestMachine:
         prefill, decode = self._legs()
         if message.key != self.key or sender not in (prefill, decode):
             return []
-        if sender == prefill and self.state is RequestState.DECODING:
+        if sender != decode and self.state is RequestState.DECODING:
             return []  # decode has taken over; whatever befell the lease afterwards is no longer this request's
         error = message.error.to_error()
         # A transfer takes two; which of them is at fault, nobody can tell from here.
@@ -251,7 +250,7 @@ class RequestMachine:
     def worker_lost(self, peer: Peer, reason: str, now: float) -> list[Instruction]:
         """A worker is gone."""
         prefill, decode = self._legs()
-        if peer not in (prefill, decode) or (peer == prefill and self.state is RequestState.DECODING):
+        if peer not in (prefill, decode) or (peer != decode and self.state is RequestState.DECODING):
             return []
         return self._set_back(WorkerLost(f"worker {peer.name} was lost: {reason}"), {peer}, now, mendable=True)
 
@@ -282,6 +281,10 @@ class RequestMachine:
         if now >= self._place_at:
             return [self._need_placement()]
         return []
+
+    @property
+    def _is_local(self) -> bool:
+        return self.placement is not None and bool(self.placement.local)
 
     def _legs(self) -> tuple[Peer | None, Peer | None]:
         if self.placement is None:
@@ -319,7 +322,8 @@ class RequestMachine:
         out: list[Instruction] = [Emit(fresh, finish, stage, logprobs, self._record.take())]
         _, decode = self._legs()
         # Prefill ends with its one token, but only a decode leg that said itself that this is the end has ended.
-        if decode is not None and (stage is Stage.PREFILLED or message.finish_reason is None):
+        ended_itself = message.finish_reason is not None and (self._is_local or stage is not Stage.PREFILLED)
+        if decode is not None and not ended_itself:
             out.append(SendCancel(decode, self.key, "the request has ended"))
         self.placement = None
         return out
@@ -376,7 +380,7 @@ class RequestMachine:
 
     def _close_legs(self, reason: str) -> list[Instruction]:
         # Both are told, even one that reported the end itself: a cancel is idempotent, a leg left open is a leak.
-        legs = [peer for peer in self._legs() if peer is not None]
+        legs = dict.fromkeys(peer for peer in self._legs() if peer is not None)
         self.placement = None
         self._early, self._early_until = [], math.inf
         self._place_at = self._wait_until = self._stalls_at = math.inf

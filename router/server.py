@@ -20,6 +20,7 @@ from router.front.app import Front
 from router.front.config import FrontConfig
 from router.front.keys import Gatekeeper, read_keys
 from router.http_protocol import BoundedHttpProtocol
+from router.sampling_defaults import SamplingDefaults
 from router.service import Service
 from router.tls import server_context
 from router.tokenizer import Tokenizer
@@ -83,16 +84,19 @@ class RouterServer:
         Raises:
             StartFailed: an address cannot be bound; names it.
             CheckpointUnavailable: the tokenizer cannot be read.
+            ModelError: its chat template does not compile, or the model's sampling defaults cannot be used.
             ConfigError: the file of API keys, or those of TLS, cannot be.
         """
         tls = server_context(self._config.tls_certificate, self._config.tls_key)
         tokenizer = await asyncio.to_thread(Tokenizer, self._config.tokenizer)
+        published = tokenizer.generation_config if self._config.generation_config == "auto" else {}
+        defaults = SamplingDefaults.published(published)
         keys = read_keys(self._config.api_keys) if self._config.api_keys else ()
         listener = self._bind()
         try:
             await self._service.start()
             config = FrontConfig(tool_format=self._config.tool_format)
-            self._front = Front(self._service, tokenizer, config, Gatekeeper(keys))
+            self._front = Front(self._service, tokenizer, config, Gatekeeper(keys), defaults)
             self._server = _SignalFreeServer(
                 uvicorn.Config(
                     self._front,

@@ -26,6 +26,7 @@ from protocol.sockets import Hub
 from router.config import RouterConfig
 from router.dispatcher import Dispatcher, LiveRequest
 from router.front.generation import Generation, Output, ServiceHealth
+from router.local_prefill import LocalPrefillRule
 from router.metrics import RouterMetrics
 from router.placer import Placer, PlacerConfig
 from router.registry import Worker, WorkerRegistry
@@ -54,9 +55,14 @@ class Service:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._registry = WorkerRegistry(config.worker_timeout, config.step_age_bound, config.forget_after)
-        self._placer = Placer(
-            PlacerConfig(config.model, config.policy, config.slow_start, config.explained_requests), self._registry
+        placing = PlacerConfig(
+            model=config.model,
+            policy=config.policy,
+            local_prefill=LocalPrefillRule(config.local_prefill, config.local_prefill_tokens),
+            slow_start=config.slow_start,
+            explained_requests=config.explained_requests,
         )
+        self._placer = Placer(placing, self._registry)
         self._metrics = RouterMetrics(
             self._registry.workers, lambda: self._dispatcher.live_requests, self._placer.index, self._placer.feeds
         )

@@ -20,6 +20,7 @@ class Timeline:
         prefill: times of the attempt that gave the request's first token.
         decode: times from the latest attempt's decode worker.
         prefill_worker, decode_worker: names, of the latest attempt.
+        local_prefill: why they are one, if they are.
     """
 
     submitted: float = 0.0
@@ -30,6 +31,7 @@ class Timeline:
     decode: StageTimes | None = None
     prefill_worker: str = ""
     decode_worker: str = ""
+    local_prefill: str = ""
 
     def report(self, request_id: str, attempts: int, now: float) -> GenerationReport:
         """What is known at ``now``."""
@@ -52,4 +54,5 @@ class Timeline:
             transport=decode.transport,
             prefill_worker=self.prefill_worker,
             decode_worker=self.decode_worker,
+            local_prefill=self.local_prefill,
         )

@@ -46,6 +46,7 @@ class Tokenizer:
         max_model_len: positions the model was made for, None where the checkpoint does not tell.
         chat_template: None where the checkpoint has none.
         tool_template: of chats with tools; where the checkpoint has none for them, the same.
+        generation_config: what ``generation_config.json`` says; empty where there is none.
 
     Raises:
         CheckpointUnavailable: a file is missing or cannot be read; names it.
@@ -58,11 +59,11 @@ class Tokenizer:
         self._tokenizer = _load(self.file)
         settings = _read_json(root / "tokenizer_config.json")
         model = _read_json(root / "config.json")
-        generation = _read_json(root / "generation_config.json")
+        self.generation_config = _read_json(root / "generation_config.json")
         special = {name: text for name in SPECIAL_TOKEN_NAMES if (text := _token_text(settings.get(name)))}
         self.vocab_size = _positive(model.get("vocab_size")) or self._tokenizer.get_vocab_size()
         self.max_model_len = _positive(model.get("max_position_embeddings"))
-        self.eos_token_ids = self._find_eos(special.get("eos_token"), generation, model)
+        self.eos_token_ids = self._find_eos(special.get("eos_token"), self.generation_config, model)
         source, with_tools = _template_sources(root, settings)
         self.chat_template = None if source is None else ChatTemplate(source, special)
         self.tool_template = self.chat_template if with_tools is None else ChatTemplate(with_tools, special)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from protocol.histogram import Histogram
 from protocol.messages import WorkerLoad
 from protocol.transfer_counts import TransferCounts
 
@@ -36,12 +37,15 @@ class Totals:
     Attributes:
         counters: by field of ``WorkerLoad``.
         transfer: of the handoffs.
+        step_gaps: between steps.
     """
 
     counters: Mapping[str, float] = field(default_factory=lambda: MappingProxyType(dict.fromkeys(COUNTERS, 0)))
     transfer: TransferCounts = field(default_factory=TransferCounts)
+    step_gaps: Histogram = field(default_factory=Histogram)
 
     def plus(self, load: WorkerLoad, transfer: TransferCounts) -> Totals:
         """With what a later incarnation says."""
         counters = {name: before + getattr(load, name) for name, before in self.counters.items()}
-        return Totals(MappingProxyType(counters), self.transfer.plus(transfer))
+        gaps = self.step_gaps.plus(load.step_gaps)
+        return Totals(MappingProxyType(counters), self.transfer.plus(transfer), gaps)

@@ -65,10 +65,14 @@ def _histogram(name: str, text: str, scale: Scale, field: str, workers: Mapping[
         for transport, path in sorted(counts.paths.items()):
             histogram: Histogram = getattr(path, field)
             if histogram.count:
-                bounds = (*map(floatToGoString, scale.bounds), "+Inf")
-                buckets = list(zip(bounds, accumulate(histogram.counts), strict=True))
-                family.add_metric((worker, transport), buckets, histogram.total)
+                family.add_metric((worker, transport), buckets(histogram, scale), histogram.total)
     return family
+
+
+def buckets(histogram: Histogram, scale: Scale) -> list[tuple[str, float]]:
+    """The values of a histogram in Prometheus' form: each bound, with how many are not above it."""
+    bounds = (*map(floatToGoString, scale.bounds), "+Inf")
+    return list(zip(bounds, map(float, accumulate(histogram.counts)), strict=True))
 
 
 def _lives(side: str, workers: Sequence[Worker], totals: Mapping[str, TransferCounts]) -> Iterator[Metric]:

@@ -35,6 +35,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=3,
         help="random cases of each test that holds a whole path against transformers (the long version: 200)",
     )
+    group = parser.getgroup("fuzz")
+    group.addoption(
+        "--fuzz-examples",
+        type=int,
+        default=5,
+        help="random requests of each kind to a whole router, by its own OpenAPI document (the long version: 2000)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

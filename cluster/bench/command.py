@@ -11,9 +11,11 @@ from rich.console import Console
 
 from cluster.api_key import ApiKey, CaFile
 from cluster.bench.attention.shape import DEFAULT_SHAPE, SHAPES
+from cluster.bench.disaggregation.command import disaggregation_command
 from cluster.bench.preset import DEFAULT_PRESET, PRESETS
 
 bench_app = typer.Typer(name="bench", help="Measure what this machine and a cluster reach.", no_args_is_help=True)
+bench_app.command("disaggregation")(disaggregation_command)
 
 TABLE_WIDTH = 132
 """Where standard output is no terminal."""

@@ -226,8 +226,15 @@ def pack_taken(slot: int) -> bytes:
 
 
 def parse_taken(body: bytes) -> int:
-    """Which slot may be filled anew."""
-    return int(SLOT.unpack(body)[0])
+    """Which slot may be filled anew.
+
+    Raises:
+        MalformedFrame: there is no such slot.
+    """
+    (slot,) = SLOT.unpack(body)
+    if slot >= SLOTS:
+        raise MalformedFrame(f"slot is out of bounds: {slot}", field="slot")
+    return int(slot)
 
 
 def pack_verdict(kind: Kind, ship: int, index: int, reason: str = "") -> bytes:

@@ -10,8 +10,9 @@
 """
 
 from router.client.asynchronous import AsyncClient, AsyncStream
+from router.client.calls import ToolCall, ToolCallDelta
 from router.client.explanation import Explanation, Placed
-from router.client.results import Chunk, Completion, Health, ModelCard, Timings, ToolCall, Usage
+from router.client.results import Chunk, Completion, Health, ModelCard, Timings, Usage
 from router.client.scores import RankedToken, ScoredToken, Tokenization
 from router.client.synchronous import Client, Stream
 
@@ -31,5 +32,6 @@ __all__ = [
     "Timings",
     "Tokenization",
     "ToolCall",
+    "ToolCallDelta",
     "Usage",
 ]

@@ -31,6 +31,7 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
         attempt: 0 for the first.
         policy: that chose.
         prompt_tokens: of the attempt.
+        local_prefill: why the decode worker prefills; "" where a prefill worker does.
         prefill, decode: names of the workers.
         predicted, measured: times.
         prefill_candidates, decode_candidates: of each worker that was looked at its name and what it was judged by.
@@ -40,6 +41,7 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     policy: str
     prompt_tokens: int
+    local_prefill: str = ""
     prefill: str
     decode: str | None = None
     predicted: Times = Times()

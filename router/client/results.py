@@ -9,6 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from protocol.errors import ERRORS_BY_CODE, KVFerryError, MalformedFrame, error_from_code
+from router.client.calls import ToolCall, ToolCallDelta, WrittenCall, joined_calls
 from router.client.scores import ChoiceLogprobs, PromptLogprobs, RankedToken, ScoredToken, Tokenization
 from router.front.generation import GenerationReport
 
@@ -41,15 +42,6 @@ class Usage:
 
 
 @dataclass(frozen=True)
-class ToolCall:
-    """A call of a tool; ``arguments`` is the text of a JSON object."""
-
-    id: str
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True)
 class Completion:
     """One finished answer.
 
@@ -78,7 +70,10 @@ class Completion:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The next piece of a stream; ``finish_reason`` comes with the last text, usage and timings at the end."""
+    """The next piece of a stream.
+
+    ``finish_reason`` comes with the last text, usage and timings at the end; calls of tools come piece by piece.
+    """
 
     text: str
     finish_reason: str | None = None
@@ -86,7 +81,7 @@ class Chunk:
     timings: Timings | None = None
     index: int = 0
     logprobs: tuple[ScoredToken, ...] = ()
-    tool_calls: tuple[ToolCall, ...] = ()
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -123,19 +118,9 @@ class _Usage(msgspec.Struct):
         return Usage(self.prompt_tokens, self.completion_tokens, self.total_tokens, details.cached_tokens)
 
 
-class _Function(msgspec.Struct):
-    name: str
-    arguments: str
-
-
-class _Call(msgspec.Struct):
-    id: str
-    function: _Function
-
-
 class _Content(msgspec.Struct):
     content: str | None = None
-    tool_calls: list[_Call] = []
+    tool_calls: list[WrittenCall] = []
 
 
 class _Choice(msgspec.Struct):
@@ -154,9 +139,8 @@ class _Choice(msgspec.Struct):
         part = self.message or self.delta
         return (self.text if part is None else part.content) or ""
 
-    def called(self) -> tuple[ToolCall, ...]:
-        part = self.message or self.delta or _Content()
-        return tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in part.tool_calls)
+    def called(self) -> list[WrittenCall]:
+        return (self.message or self.delta or _Content()).tool_calls
 
 
 class _Error(msgspec.Struct):
@@ -213,7 +197,7 @@ def completion_of(body: bytes, request_id: str) -> Completion:
         logprobs=ordered[0].scored(),
         # A chat has them beside its choices, for these have one prompt.
         prompt_logprobs=tuple(ordered[0].prompt_logprobs or answer.prompt_logprobs or ()),
-        tool_calls=ordered[0].called(),
+        tool_calls=tuple(call.to_call() for call in ordered[0].called()),
     )
 
 
@@ -234,7 +218,7 @@ def chunk_of(data: str) -> Chunk:
         timings=answer.timings(),
         index=choice.index,
         logprobs=choice.scored(),
-        tool_calls=choice.called(),
+        tool_calls=tuple(call.to_delta() for call in choice.called()),
     )
 
 
@@ -251,7 +235,7 @@ def joined(chunks: Sequence[Chunk], request_id: str) -> Completion:
         request_id=request_id,
         choices=choices,
         logprobs=tuple(token for chunk in chunks if chunk.index == 0 for token in chunk.logprobs),
-        tool_calls=tuple(call for chunk in chunks if chunk.index == 0 for call in chunk.tool_calls),
+        tool_calls=joined_calls(call for chunk in chunks if chunk.index == 0 for call in chunk.tool_calls),
     )
 
 

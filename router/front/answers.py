@@ -17,7 +17,7 @@ from router.front.logprobs import ShownToken
 from router.front.plan import Plan
 from router.front.prompt_logprobs import prompt_logprobs
 from router.front.text import OutputText
-from router.front.tool_calls import ToolCall
+from router.front.tool_calls import CallDelta, gathered
 from router.tokenizer import Tokenizer
 
 ECHOED_TOKENS = 512
@@ -56,7 +56,7 @@ class Answer:
     async def _collect(self) -> None:
         texts: list[list[str]] = [[] for _ in self._choices.texts]
         tokens: list[list[ShownToken]] = [[] for _ in texts]
-        calls: list[list[ToolCall]] = [[] for _ in texts]
+        calls: list[list[CallDelta]] = [[] for _ in texts]
         results: dict[int, Result] = {}
         async with aclosing(self._choices.pieces()) as pieces:
             async for index, piece in pieces:
@@ -65,7 +65,7 @@ class Answer:
                 calls[index].extend(piece.calls)
                 if piece.finish_reason is not None:
                     results[index] = Result(
-                        "".join(texts[index]), piece.finish_reason, tuple(tokens[index]), tuple(calls[index])
+                        "".join(texts[index]), piece.finish_reason, tuple(tokens[index]), gathered(calls[index])
                     )
         if any(text.prompt_tables for text in self._choices.texts):
             # A long prompt has many of them: streams do not wait while they are written.
@@ -114,8 +114,8 @@ class Answer:
                             data = b""
                 if piece.text or piece.tokens:
                     data += form.text(index, piece.text, piece.tokens)
-                if piece.calls:
-                    data += form.calls(index, piece.calls)
+                for call in piece.calls:
+                    data += form.call(index, call)
                 if piece.finish_reason is not None:
                     closing = form.closing(index, piece.finish_reason)
                     open_choices -= 1

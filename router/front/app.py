@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import TypeVar
 
 import msgspec
@@ -26,11 +27,13 @@ from router.front.formats import AnswerFormat, ChatShape, CompletionShape, Shape
 from router.front.generation import GenerationService
 from router.front.inspector import Inspector
 from router.front.keys import Gatekeeper
+from router.front.openapi import document
 from router.front.parsing import parse_chat, parse_completion, shown
 from router.front.plan import Plan, Planner
 from router.front.routes import Found, RouteTable, WrongMethod
 from router.front.schema import GenerationRequest
 from router.front.token_desk import TokenDesk
+from router.sampling_defaults import SamplingDefaults
 from router.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -41,7 +44,7 @@ R = TypeVar("R", bound=GenerationRequest)
 LONG_BODY_BYTES = 16 << 10
 """From here on a request is parsed and tokenised in a thread, so that running streams do not wait for it."""
 OWNER = "kvferry"
-OPEN_PATHS = frozenset({"/health", "/ready"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
 """What probes ask: no key is needed, and nothing but the state is told."""
 
 
@@ -53,6 +56,7 @@ class Front:
         tokenizer: of the checkpoint that the service serves.
         config: bounds on what clients may send.
         gatekeeper: knows who may ask; by default everybody.
+        defaults: of sampling fields that requests leave out; neutral ones by default.
     """
 
     def __init__(
@@ -61,12 +65,16 @@ class Front:
         tokenizer: Tokenizer,
         config: FrontConfig | None = None,
         gatekeeper: Gatekeeper | None = None,
+        defaults: SamplingDefaults | None = None,
     ) -> None:
         self._service = service
         self._gatekeeper = gatekeeper or Gatekeeper()
         self._tokenizer = tokenizer
         self._config = config or FrontConfig()
+        self._defaults = defaults or SamplingDefaults()
         self._created = int(time.time())
+        self._version = version("kvferry")
+        self._document = document(self._version)
         self._inspector = Inspector(tokenizer.file, tokenizer.vocab_size)
         self._desk = TokenDesk(tokenizer, self._check_model, self._max_model_len)
         self._routes: RouteTable[Handler] = RouteTable(
@@ -79,6 +87,9 @@ class Front:
                 "/v1/models/": {"GET": self._model},
                 "/health": {"GET": self._health},
                 "/ready": {"GET": self._health},
+                "/ping": {"GET": self._health},
+                "/version": {"GET": self._tell_version},
+                "/openapi.json": {"GET": self._openapi},
                 "/metrics": {"GET": self._metrics},
                 "/cluster": {"GET": self._cluster},
                 "/explain/": {"GET": self._explain},
@@ -155,7 +166,7 @@ class Front:
         self, exchange: Exchange, shape: Shape, parse: Callable[[bytes], R], plan: Callable[[Planner, R], Plan]
     ) -> None:
         body = await exchange.read_body(self._config.max_body_bytes)
-        planner = Planner(self._tokenizer, self._config, self._max_model_len())
+        planner = Planner(self._tokenizer, self._config, self._max_model_len(), self._defaults)
 
         def prepare() -> Plan:
             request = parse(body)
@@ -208,6 +219,12 @@ class Front:
     async def _health(self, exchange: Exchange, _: str) -> None:
         health = self._service.health()
         await exchange.respond(200 if health.ready else 503, msgspec.json.encode(health))
+
+    async def _tell_version(self, exchange: Exchange, _: str) -> None:
+        await exchange.respond(200, msgspec.json.encode({"version": self._version}))
+
+    async def _openapi(self, exchange: Exchange, _: str) -> None:
+        await exchange.respond(200, self._document)
 
     async def _metrics(self, exchange: Exchange, _: str) -> None:
         # With hundreds of workers it takes most of a second, and streams do not wait for it.

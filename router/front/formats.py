@@ -14,7 +14,7 @@ import msgspec
 
 from router.front.generation import EndReason, GenerationReport
 from router.front.logprobs import ShownToken, chat_logprobs, completion_logprobs
-from router.front.tool_calls import ToolCall
+from router.front.tool_calls import CallDelta, CallOpening, ToolCall
 
 DONE = b"data: [DONE]\n\n"
 
@@ -193,10 +193,13 @@ class AnswerFormat:
             frame = self._frames[index] = self._frame(index)
         return frame[0] + _encode(text) + frame[1]
 
-    def calls(self, index: int, calls: Sequence[ToolCall]) -> bytes:
-        """The event for calls of tools, which chats alone have."""
-        delta = {"tool_calls": [{"index": call.index, **_call(call)} for call in calls]}
-        return event(_encode(self._chunk([_choice(index, {"delta": delta}, None)])))
+    def call(self, index: int, call: CallDelta) -> bytes:
+        """The event for a piece of a call of a tool, its name or some of its arguments; chats alone have them."""
+        if isinstance(call, CallOpening):
+            piece = {"index": call.index, **_call(ToolCall(call.id, call.name, ""))}
+        else:
+            piece = {"index": call.index, "function": {"arguments": call.text}}
+        return event(_encode(self._chunk([_choice(index, {"delta": {"tool_calls": [piece]}}, None)])))
 
     def closing(self, index: int, reason: EndReason) -> bytes:
         """The JSON of a choice's last chunk, without timings."""

@@ -63,6 +63,8 @@ class GenerationReport:
         transport: URI scheme that the KV went by; "" when none did.
         prefill_worker: its name.
         decode_worker: its name; "" when the request ended with its first token.
+        local_prefill: why the decode worker computed the prompt itself, as ``router.local_prefill.Reason`` has it; ""
+            when a prefill worker did.
     """
 
     request_id: str
@@ -79,6 +81,7 @@ class GenerationReport:
     transport: str
     prefill_worker: str
     decode_worker: str
+    local_prefill: str = ""
 
 
 @dataclass(frozen=True)

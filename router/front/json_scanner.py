@@ -9,10 +9,14 @@ _STEP = re.compile(r'\\(?:.|$)|["{}\[\]]', re.DOTALL)
 
 
 class JsonScanner:
-    """Reads one value, from its first bracket on, until :meth:`push` says where it ends."""
+    """Reads one value, from its first bracket on, until :meth:`push` says where it ends.
 
-    def __init__(self) -> None:
-        self._depth = 0
+    Args:
+        depth: brackets that are open already.
+    """
+
+    def __init__(self, depth: int = 0) -> None:
+        self._depth = depth
         self._in_string = False
         self._escaped = False
 

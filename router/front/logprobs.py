@@ -72,12 +72,15 @@ def chat_logprobs(tokens: Sequence[ShownToken]) -> dict[str, Any]:
 
 
 def completion_logprobs(tokens: Sequence[ShownToken]) -> dict[str, Any]:
-    """The ``logprobs`` of a completion's choice."""
+    """The ``logprobs`` of a completion's choice; a token is among its alternatives though it be none of the best."""
     return {
         "tokens": [shown.token for shown in tokens],
         "token_logprobs": [shown.logprob for shown in tokens],
         "top_logprobs": [
-            None if shown.logprob is None else {text: logprob for text, _, logprob in shown.top} for shown in tokens
+            None
+            if shown.logprob is None
+            else {text: logprob for text, _, logprob in shown.top} | {shown.token: shown.logprob}
+            for shown in tokens
         ],
         "text_offset": [shown.offset for shown in tokens],
     }

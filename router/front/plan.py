@@ -18,6 +18,7 @@ from router.front.parsing import chat_messages, check_token_ids, shown
 from router.front.schema import ChatRequest, CompletionRequest, GenerationRequest
 from router.front.structure import Form, refuse_forms, wanted_form
 from router.front.tools import CallReading, Toolbox
+from router.sampling_defaults import SamplingDefaults
 from router.tokenizer import Tokenizer
 from router.tool_format import KnownFormat
 
@@ -103,12 +104,16 @@ class Planner:
         tokenizer: of the served checkpoint.
         config: bounds of the front.
         max_model_len: prompt plus output tokens at most; None when it is not known.
+        defaults: of sampling fields that a request leaves out.
     """
 
-    def __init__(self, tokenizer: Tokenizer, config: FrontConfig, max_model_len: int | None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, config: FrontConfig, max_model_len: int | None, defaults: SamplingDefaults
+    ) -> None:
         self._tokenizer = tokenizer
         self._config = config
         self._max_model_len = max_model_len
+        self._defaults = defaults
 
     def chat(self, request: ChatRequest) -> Plan:
         """The plan for a chat.
@@ -121,7 +126,7 @@ class Planner:
         prompt = self._tokenizer.encode_chat(chat_messages(request.messages), tools=told)
         given = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
-        budget = OutputBudget(given, field, None)
+        budget = OutputBudget(given, field, self._defaults.max_tokens)
         if request.top_logprobs is not None and not request.logprobs:
             raise InvalidRequest("top_logprobs is allowed only with logprobs set", field="top_logprobs")
         wishes = Wishes(logprobs=(request.top_logprobs or 0) if request.logprobs else None, toolbox=toolbox)
@@ -203,7 +208,7 @@ class Planner:
         seen: set[tuple[int, ...]] = set()
         for prompt in prompts:
             max_tokens = budget.of(len(prompt.token_ids), prompt.where, self._max_model_len)
-            sampling = _sampling(request, max_tokens, seed, stop_token_ids, logit_bias, logprobs, form)
+            sampling = _sampling(request, self._defaults, max_tokens, seed, stop_token_ids, logit_bias, logprobs, form)
             for copy in range(candidates):
                 generation = Generation(
                     token_ids=prompt.token_ids,
@@ -350,6 +355,7 @@ class OutputBudget:
 
 def _sampling(
     request: GenerationRequest,
+    defaults: SamplingDefaults,
     max_tokens: int,
     seed: int,
     stop_token_ids: tuple[int, ...],
@@ -357,21 +363,23 @@ def _sampling(
     logprobs: int | None,
     form: Form | None,
 ) -> SamplingParams:
-    temperature = 1.0 if request.temperature is None else request.temperature
-    if not 0.0 <= temperature <= MAX_TEMPERATURE:
+    temperature = request.temperature
+    if temperature is not None and not 0.0 <= temperature <= MAX_TEMPERATURE:
         raise InvalidRequest(
             f"temperature must be in [0, {MAX_TEMPERATURE:g}], got {temperature!r}", field="temperature"
         )
     return SamplingParams(
-        temperature=temperature,
-        top_p=1.0 if request.top_p is None else request.top_p,
-        top_k=_top_k(request.top_k),
+        temperature=defaults.temperature if temperature is None else temperature,
+        top_p=defaults.top_p if request.top_p is None else request.top_p,
+        top_k=_top_k(request.top_k, defaults.top_k),
         seed=seed,
         max_tokens=max_tokens,
         min_tokens=request.min_tokens or 0,
         stop_token_ids=stop_token_ids,
-        min_p=request.min_p or 0.0,
-        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+        min_p=defaults.min_p if request.min_p is None else request.min_p,
+        repetition_penalty=defaults.repetition_penalty
+        if request.repetition_penalty is None
+        else request.repetition_penalty,
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         logit_bias=logit_bias,
@@ -380,6 +388,6 @@ def _sampling(
     )
 
 
-def _top_k(value: int | None) -> int:
+def _top_k(value: int | None, otherwise: int) -> int:
     # -1 is the field's other way to say "all".
-    return 0 if value is None or value == -1 else value
+    return otherwise if value is None else 0 if value == -1 else value

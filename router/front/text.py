@@ -14,7 +14,7 @@ from router.front.echo import Echo
 from router.front.generation import EndReason, GenerationReport, Output
 from router.front.logprobs import ShownToken, Spelling
 from router.front.stop_strings import StopMatcher
-from router.front.tool_calls import ToolCall
+from router.front.tool_calls import CallDelta
 from router.front.tools import CallReading
 
 
@@ -30,13 +30,13 @@ class Piece:
         text: may be empty.
         finish_reason: set on the last.
         tokens: those that came with it, where log-probabilities are shown; text may lag behind them.
-        calls: of tools, which came with it; they are no text.
+        calls: what came with it of calls of tools, behind its text; they are no text themselves.
     """
 
     text: str
     finish_reason: EndReason | None
     tokens: tuple[ShownToken, ...] = ()
-    calls: tuple[ToolCall, ...] = ()
+    calls: tuple[CallDelta, ...] = ()
 
 
 class OutputText:
@@ -98,12 +98,12 @@ class OutputText:
             return piece
         text, calls = self._parser.push(piece.text)
         reason = piece.finish_reason
-        if self._one_call and self._parser.count:
+        if self._one_call and self._parser.complete:
             # What the same piece says of further calls is not wanted.
-            return Piece(text, "tool_calls", piece.tokens, calls[:1])
+            return Piece(text, "tool_calls", piece.tokens, tuple(call for call in calls if call.index == 0))
         if reason is not None:
             text += self._parser.flush()
-        if reason == "stop" and self._parser.count:
+        if reason == "stop" and self._parser.complete:
             reason = "tool_calls"
         return Piece(text, reason, piece.tokens, calls)
 

@@ -1,15 +1,17 @@
 """Finds calls of tools in a text that arrives in pieces.
 
 Life cycle of a :class:`CallParser`: :meth:`~CallParser.push` for each piece, :meth:`~CallParser.flush` once at the end.
-What it gives, put together, does not depend on how the text was cut. A call is given when its JSON is complete; what
-is no call of a known tool stays text.
+What it gives, put together, does not depend on how the text was cut. A call is told of when its name and the bracket of
+its arguments are there, and its arguments as they come, as the model writes them; one that is written otherwise, when
+its JSON is complete. What is no call of a known tool stays text.
 """
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, assert_never
 
 import msgspec
@@ -21,12 +23,18 @@ HELD_SPACES = 64
 """White space around the mark of a call that counts as the mark's, at most."""
 SPACES = " \t\r\n"
 
-Place = Literal["start", "text", "json", "behind", "gap"]
-"""Before any text; in text; in a JSON value; behind one that was calls; behind its end mark."""
+_GAP = r"[ \t\r\n]{0,64}"
+_HEAD = re.compile(
+    rf'\{{{_GAP}"name"{_GAP}:{_GAP}"(?P<name>[a-zA-Z0-9_-]{{1,64}})"{_GAP},{_GAP}"(?:arguments|parameters)"'
+    rf"{_GAP}:{_GAP}(?=\{{)"
+)
+"""What a call begins with, up to the bracket of its arguments."""
+MAX_HEAD = 640
+"""Characters of that at most, the bracket included."""
 
-
-def _call_id() -> str:
-    return "call_" + secrets.token_hex(12)
+Place = Literal["start", "text", "list", "call", "arguments", "rest", "behind", "gap"]
+"""Before any text; in text; between the calls of a list; in a JSON object that may be one; in the arguments of one, and
+behind them; behind what was calls; behind its end mark."""
 
 
 @dataclass(frozen=True)
@@ -34,16 +42,54 @@ class ToolCall:
     """One call.
 
     Attributes:
-        index: among the calls of one choice.
+        id: what the tool's answer will name.
         name: of a tool that the client gave.
         arguments: a JSON object, as the model wrote it.
-        id: what the tool's answer will name.
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class CallOpening:
+    """A call begins; its arguments follow.
+
+    Attributes:
+        index: among the calls of one choice.
+        id, name: as in :class:`ToolCall`.
     """
 
     index: int
+    id: str
     name: str
-    arguments: str
-    id: str = field(default_factory=_call_id, compare=False)
+
+
+@dataclass(frozen=True)
+class CallArguments:
+    """The next piece of the arguments of the call with this index."""
+
+    index: int
+    text: str
+
+
+CallDelta = CallOpening | CallArguments
+
+
+def gathered(deltas: Iterable[CallDelta]) -> tuple[ToolCall, ...]:
+    """The calls that ``deltas`` come to."""
+    openings: list[CallOpening] = []
+    written: list[list[str]] = []
+    for delta in deltas:
+        if isinstance(delta, CallOpening):
+            openings.append(delta)
+            written.append([])
+        else:
+            written[delta.index].append(delta.text)
+    return tuple(
+        ToolCall(opening.id, opening.name, "".join(parts)) for opening, parts in zip(openings, written, strict=True)
+    )
 
 
 class _Written(msgspec.Struct):
@@ -61,6 +107,7 @@ class CallParser:
 
     Attributes:
         count: calls so far.
+        complete: those whose arguments have ended.
     """
 
     def __init__(self, form: KnownFormat, names: Iterable[str]) -> None:
@@ -68,15 +115,19 @@ class CallParser:
         self._names = frozenset(names)
         self._place: Place = "text" if self._hermes else "start"
         self._held = ""
+        # Of what may be a call: what stands before its JSON, how that begins, all of it, where it ends.
         self._opening = ""
+        self._head = ""
         self._value: list[str] = []
         self._scanner = JsonScanner()
+        self._listed = False
         self.count = 0
+        self.complete = 0
 
-    def push(self, piece: str) -> tuple[str, tuple[ToolCall, ...]]:
-        """The text to pass on, and the calls that ``piece`` completes; what may begin a call is held back."""
+    def push(self, piece: str) -> tuple[str, tuple[CallDelta, ...]]:
+        """The text to pass on, and what ``piece`` says of calls; what may begin a call is held back."""
         said: list[str] = []
-        calls: list[ToolCall] = []
+        deltas: list[CallDelta] = []
         rest = piece
         while rest:
             match self._place:
@@ -84,8 +135,14 @@ class CallParser:
                     rest = self._at_start(rest)
                 case "text":
                     rest = self._in_text(rest, said)
-                case "json":
-                    rest = self._in_json(rest, said, calls)
+                case "list":
+                    rest = self._in_list(rest, said)
+                case "call":
+                    rest = self._in_call(rest, said, deltas)
+                case "arguments":
+                    rest = self._in_arguments(rest, deltas)
+                case "rest":
+                    rest = self._in_rest(rest)
                 case "behind":
                     rest = self._behind(rest)
                 case "gap":
@@ -93,7 +150,7 @@ class CallParser:
                     self._place = "text" if rest else "gap"
                 case _:
                     assert_never(self._place)
-        return "".join(said), tuple(calls)
+        return "".join(said), tuple(deltas)
 
     def flush(self) -> str:
         """The text that was held back when the output ended."""
@@ -135,30 +192,75 @@ class CallParser:
             said.append(text[:behind])
             return text[behind:]
         said.append(text[:begin])
-        if body:
-            return self._open(text[begin : len(text) - len(body)], body)
-        self._held = text[begin:]
-        return ""
+        if not body:
+            self._held = text[begin:]
+            return ""
+        opening = text[begin : len(text) - len(body)]
+        if body[0] == "{":
+            return self._open(opening, body)
+        self._place, self._listed, self._opening = "list", True, opening + "["
+        return body[1:]
 
-    def _open(self, opening: str, body: str) -> str:
-        self._place, self._opening, self._scanner = "json", opening, JsonScanner()
+    def _in_list(self, piece: str, said: list[str]) -> str:
+        text = piece.lstrip(SPACES + ",")
+        # What stands before the first call is text if there is none.
+        opening = self._opening and self._opening + piece[: len(piece) - len(text)]
+        if not text:
+            self._opening = opening
+            return ""
+        if text[0] == "{":
+            return self._open(opening, text, listed=True)
+        self._opening = ""
+        if text[0] == "]":
+            self._place = "behind"
+            return text[1:]
+        said.append(opening)
+        self._place = "text"
+        return text
+
+    def _open(self, opening: str, body: str, *, listed: bool = False) -> str:
+        self._place, self._opening, self._listed = "call", opening, listed
+        self._head, self._value, self._scanner = "", [], JsonScanner()
         return body
 
-    def _in_json(self, piece: str, said: list[str], calls: list[ToolCall]) -> str:
+    def _in_call(self, piece: str, said: list[str], deltas: list[CallDelta]) -> str:
+        known = len(self._head)
+        self._head += piece[: MAX_HEAD - known]
+        head = _HEAD.match(self._head)
+        if head is not None and head["name"] in self._names:
+            self._tell(head["name"], deltas)
+            self._place, self._scanner = "arguments", JsonScanner()
+            return piece[head.end() - known :]
         end = self._scanner.push(piece)
         self._value.append(piece[:end])
         if end is None:
             return ""
-        text, value = self._opening, "".join(self._value)
-        self._opening, self._value = "", []
-        found = self._calls(value)
-        if found is None:
-            said.append(text + value)
-            self._place = "text"
+        value = "".join(self._value)
+        call = self._call(value)
+        if call is None:
+            said.append(self._opening + value)
+            self._opening, self._value, self._place = "", [], "text"
         else:
-            calls += found
-            self.count += len(found)
-            self._place = "behind"
+            name, arguments = call
+            self._tell(name, deltas)
+            deltas.append(CallArguments(self.count - 1, arguments))
+            self._end()
+        return piece[end:]
+
+    def _in_arguments(self, piece: str, deltas: list[CallDelta]) -> str:
+        end = self._scanner.push(piece)
+        deltas.append(CallArguments(self.count - 1, piece[:end]))
+        if end is None:
+            return ""
+        self.complete += 1
+        self._place, self._scanner = "rest", JsonScanner(depth=1)
+        return piece[end:]
+
+    def _in_rest(self, piece: str) -> str:
+        end = self._scanner.push(piece)
+        if end is None:
+            return ""
+        self._place = "list" if self._listed else "behind"
         return piece[end:]
 
     def _behind(self, piece: str) -> str:
@@ -179,18 +281,23 @@ class CallParser:
         self._place = "text"
         return mark + body if text.startswith(mark) else text
 
-    def _calls(self, value: str) -> list[ToolCall] | None:
-        """The calls in a JSON value; None where it is something else."""
+    def _tell(self, name: str, deltas: list[CallDelta]) -> None:
+        deltas.append(CallOpening(self.count, "call_" + secrets.token_hex(12), name))
+        self.count += 1
+        self._opening, self._value = "", []
+
+    def _end(self) -> None:
+        self.complete += 1
+        self._place = "list" if self._listed else "behind"
+
+    def _call(self, value: str) -> tuple[str, str] | None:
+        """Name and arguments of the call that a JSON object is; None where it is something else."""
         try:
-            written = msgspec.json.decode(value, type=list[_Written] | _Written)
-            every = written if isinstance(written, list) else [written]
-            arguments = [_object_text(call.arguments or call.parameters) for call in every]
+            written = msgspec.json.decode(value, type=_Written)
+            arguments = _object_text(written.arguments or written.parameters)
         except (msgspec.DecodeError, UnicodeError, RecursionError):
             return None
-        if any(call.name not in self._names for call in every):
-            return None
-        pairs = zip(every, arguments, strict=True)
-        return [ToolCall(self.count + at, call.name, text) for at, (call, text) in enumerate(pairs)]
+        return (written.name, arguments) if written.name in self._names else None
 
 
 def _object_text(raw: msgspec.Raw) -> str:

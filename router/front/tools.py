@@ -1,4 +1,4 @@
-"""The tools of one request: what the prompt tells of them, how calls are found, and what makes the model call one."""
+"""The tools of one request: what the prompt tells of them, how calls are found, and what holds the model to them."""
 
 from __future__ import annotations
 
@@ -69,41 +69,56 @@ class Toolbox:
         return told_tools(self.tools)
 
     def forms(self, form: KnownFormat) -> tuple[Form, ...]:
-        """What makes the answer a call, where it must be one, after its parts: each function's arguments.
+        """What holds calls to their schemas, after its parts: the arguments of each function that has one.
+
+        Where a call must be made the answer is calls, of any function's schema; otherwise it is any text, and where a
+        call begins in it that follows the schemas of functions that are ``strict``. Empty where nothing is held.
 
         Raises:
             InvalidRequest: a tool's parameters cannot be used so; names the field.
         """
-        if not self.forced:
+        if not self.forced and not any(function.strict for function in self.callable):
             return ()
         arguments = "arguments" if form == "hermes" else "parameters"
         rules: list[str] = []
         parts: list[Form] = []
         names = [tool.function.name for tool in self.tools]
         for place, function in enumerate(self.callable):
-            field = f"tools[{names.index(function.name)}].function.parameters"
-            schema = NO_PARAMETERS if function.parameters is None else {"type": "object", **function.parameters}
-            if schema["type"] != "object":
-                raise InvalidRequest(
-                    f"{field}.type must be 'object', got {shown(schema['type'])}", field=f"{field}.type"
-                )
-            text = msgspec.json.encode(schema).decode()
-            parts.append(Form(Grammar("json_schema", text), field))
+            schema = '{"type": "object"}'
+            if self.forced or function.strict:
+                part = _arguments(function, f"tools[{names.index(function.name)}].function.parameters")
+                parts.append(part)
+                schema = part.grammar.text
             before = msgspec.json.encode(f'{{"name": "{function.name}", "{arguments}": ').decode()
-            rules += [f'f{place}: {before} a{place} "}}"', f"a{place}: %json {text}"]
+            rules += [f'f{place}: {before} a{place} "}}"', f"a{place}: %json {schema}"]
         rules.append("function: " + " | ".join(f"f{place}" for place in range(len(self.callable))))
-        # Llama's template takes one call alone.
-        more = 0 if self.single or form != "hermes" else MAX_FORCED_CALLS - 1
-        if form == "hermes":
-            listed = f"function (/,[ \\n]?/ function){{0,{more}}}" if more else "function"
-            rules += [
-                f'body: function | "[" /[ \\n]?/ {listed} /[ \\n]?/ "]"',
-                f'call: "{CALL_START}" /[ \\n]?/ body /[ \\n]?/ "{CALL_END}"',
-                f"start: call (/[ \\n]?/ call){{0,{more}}}" if more else "start: call",
-            ]
-        else:
-            rules.append("start: function")
+        rules += self._hermes_rules() if form == "hermes" else self._llama_rules()
         return (*parts, Form(Grammar("lark", "\n".join(rules)), "tools"))
+
+    def _hermes_rules(self) -> list[str]:
+        more = 0 if self.single else MAX_FORCED_CALLS - 1
+        listed = f"function (/,[ \\n]?/ function){{0,{more}}}" if more else "function"
+        rules = [
+            f'body: function | "[" /[ \\n]?/ {listed} /[ \\n]?/ "]"',
+            f'inside: /[ \\n]?/ body /[ \\n]?/ "{CALL_END}"',
+        ]
+        if self.forced:
+            rules.append(f'call: "{CALL_START}" inside')
+            return [*rules, f"start: call (/[ \\n]?/ call){{0,{more}}}" if more else "start: call"]
+        # The text before a call ends where its mark does.
+        return [
+            *rules,
+            r"TEXT: /(.|\n)*/",
+            f'mark[lazy]: TEXT "{CALL_START}"',
+            "ending: TEXT",
+            "start: ending | mark inside" if self.single else "start: (mark inside)* ending",
+        ]
+
+    def _llama_rules(self) -> list[str]:
+        # Its template takes one call alone, which is the whole answer.
+        if self.forced:
+            return ["start: function"]
+        return [r"TEXT: /[^{< \t\r\n](.|\n)*/", "start: (function | TEXT)?"]
 
     def reading(self, form: KnownFormat) -> CallReading:
         """How calls are found in each choice."""
@@ -127,6 +142,14 @@ class CallReading:
     def parser(self) -> CallParser:
         """For one choice."""
         return CallParser(self.form, self.names)
+
+
+def _arguments(function: ToolFunction, field: str) -> Form:
+    """What the arguments of ``function`` must look like; raises InvalidRequest where they could be no object."""
+    schema = NO_PARAMETERS if function.parameters is None else {"type": "object", **function.parameters}
+    if schema["type"] != "object":
+        raise InvalidRequest(f"{field}.type must be 'object', got {shown(schema['type'])}", field=f"{field}.type")
+    return Form(Grammar("json_schema", msgspec.json.encode(schema).decode()), field)
 
 
 def told_tools(tools: list[Tool] | tuple[Tool, ...]) -> list[dict[str, Any]]:

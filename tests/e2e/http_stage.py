@@ -64,13 +64,21 @@ class Stage:
 
 
 @asynccontextmanager
-async def http_stage(model: Path, tokenizer: Path | None = None) -> AsyncIterator[Stage]:
+async def http_stage(
+    model: Path, tokenizer: Path | None = None, *, max_model_len: int | None = None
+) -> AsyncIterator[Stage]:
     """Bring it up, and check at the end that every pool went back to its baseline."""
     tokenizer = tokenizer or model
     server = RouterServer(RouterConfig(model=MODEL, tokenizer=str(tokenizer), port=0, worker_timeout=15.0))
     await server.start()
     engine = EngineConfig(
-        model=str(model), dtype="float32", num_blocks=65, block_size=4, max_batch_tokens=16, threads=1
+        model=str(model),
+        dtype="float32",
+        num_blocks=65,
+        block_size=4,
+        max_batch_tokens=16,
+        max_model_len=max_model_len,
+        threads=1,
     )
     hubs = (server.hub_endpoint,)
     prefill = PrefillWorker(PrefillConfig(name="prefill-0", model_name=MODEL, engine=engine, routers=hubs))

@@ -173,7 +173,7 @@ async def test_a_broken_ship_is_counted_by_transport_and_error(tiny_llama_dir: P
 
 
 async def test_counts_go_on_over_a_restart(tiny_llama_dir: Path) -> None:
-    async with rack(tiny_llama_dir, engine={"prefix_cache": False}) as running:
+    async with rack(tiny_llama_dir, engine={"prefix_cache": False}, router={"local_prefill": "never"}) as running:
         await running.ask(PROMPT)
 
         def settled(times: int) -> Callable[[Samples], bool]:

@@ -10,7 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.batch import Draw
 from engine.block_pool import BlockPool
-from prefill_worker.scheduler import PrefillScheduler, Progress, chunks_of
+from engine.prompt import Progress
+from prefill_worker.scheduler import PROMPTS, PrefillScheduler, PromptEvent
 from protocol.errors import IllegalTransition
 from protocol.ids import Peer, RequestKey
 from protocol.messages import Prefill
@@ -62,7 +63,7 @@ def test_chunks_cover_the_prompt_once_and_end_on_block_borders(length: int) -> N
     blocks: list[int] = []
     while step := subject.next_step():
         (work,) = step
-        (chunk,) = chunks_of(step)
+        chunk = step[0].chunk
         assert chunk.start == len(covered)
         assert work.last or work.stop % BLOCK == 0
         assert (chunk.sampling is not None) == work.last
@@ -87,7 +88,7 @@ def test_a_prompt_is_scored_from_the_first_unknown_token_on_whatever_is_cached(k
     assert admitted.prompt.cached_tokens == min(known - 1, len(prompt) - 1) // BLOCK * BLOCK
     scored: list[int] = []
     while step := subject.next_step():
-        (chunk,) = chunks_of(step)
+        chunk = step[0].chunk
         if chunk.span is not None:
             assert chunk.span.alternatives == 3
             first = chunk.start + chunk.span.first + 1
@@ -194,13 +195,11 @@ def test_a_failed_step_gives_back_every_block_and_names_the_prompts() -> None:
 
 
 def test_an_illegal_move_tells_the_story() -> None:
-    subject, _ = scheduler()
-    prompt = subject.add(request("a", tuple(range(3))), ROUTER, 0.0)
-    run_out(subject)
-    from prefill_worker.scheduler import PromptEvent
-
+    tracker = PROMPTS.start("a/0")
+    tracker.move(PromptEvent.ADMIT)
+    tracker.move(PromptEvent.COMPLETE)
     with pytest.raises(IllegalTransition, match=r"a/0.*WAITING -ADMIT-> RUNNING -COMPLETE-> FINISHED"):
-        prompt.tracker.move(PromptEvent.ADMIT)
+        tracker.move(PromptEvent.ADMIT)
 
 
 class PrefillLife(RuleBasedStateMachine):

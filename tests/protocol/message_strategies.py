@@ -7,7 +7,7 @@ import typing
 from hypothesis import strategies as st
 
 from protocol.forks import Fork
-from protocol.histogram import Histogram, Scale
+from protocol.histogram import SECONDS, Histogram, Scale
 from protocol.ids import Peer, RequestKey
 from protocol.kv_events import KVEvents, KVFollow, KVSnapshot
 from protocol.layout import KVLayout
@@ -88,11 +88,20 @@ errors = st.builds(
     ErrorInfo, code=st.text("abc_", max_size=64), message=texts, field=st.none() | st.text("abc", max_size=9)
 )
 pools = st.builds(PoolCounts, **dict.fromkeys(PoolCounts.__struct_fields__, counts))
-_load_counts = [name for name in WorkerLoad.__struct_fields__ if name not in ("pool", "draining")]
+
+
+def histograms(scale: Scale) -> st.SearchStrategy[Histogram]:
+    length = len(scale.bounds) + 1
+    full = st.lists(counts, min_size=length, max_size=length).map(tuple)
+    return st.builds(Histogram, st.just(()) | full, st.floats(0.0, 1e18))
+
+
+_load_counts = [name for name in WorkerLoad.__struct_fields__ if name not in ("pool", "draining", "step_gaps")]
 loads = st.builds(
     WorkerLoad,
     pool=pools,
     draining=st.booleans(),
+    step_gaps=histograms(SECONDS),
     **{name: seconds if name.startswith("step_") or name == "kv_seconds" else counts for name in _load_counts},
 )
 profiles = st.builds(
@@ -108,13 +117,8 @@ profiles = st.builds(
     device=st.sampled_from(["cpu", "cuda:0"]),
     pid=counts,
     step_tokens=counts,
+    prefills=st.booleans(),
 )
-
-
-def histograms(scale: Scale) -> st.SearchStrategy[Histogram]:
-    length = len(scale.bounds) + 1
-    full = st.lists(counts, min_size=length, max_size=length).map(tuple)
-    return st.builds(Histogram, st.just(()) | full, st.floats(0.0, 1e18))
 
 
 _codes = st.dictionaries(st.text("abc_", max_size=64), counts, max_size=8)

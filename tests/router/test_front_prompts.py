@@ -111,7 +111,8 @@ def test_an_echo_with_log_probabilities_begins_with_null(
     told = choice["logprobs"]
     assert told["token_logprobs"] == [None, *(-float(row) for row in range(1, len(prompt))), *[-0.25] * len(ids)]
     assert told["top_logprobs"][0] is None
-    assert list(told["top_logprobs"][1].values()) == [0.0, -0.5]
+    # The two best, and the token itself.
+    assert list(told["top_logprobs"][1].values()) == [0.0, -0.5, -1.0]
     assert len(told["tokens"]) == len(told["text_offset"]) == len(prompt) + len(ids)
     assert told["text_offset"][0] == 0
     assert told["text_offset"][len(prompt)] == len(PROMPT)
@@ -225,7 +226,7 @@ def test_both_ways_of_asking_show_what_each_asked_for(bpe_tokenizer: Tokenizer) 
     body = {"model": MODEL, "prompt": [9, 8, 300], "echo": True, "logprobs": 1, "prompt_logprobs": 3, "max_tokens": 1}
     choice = ask(bpe_tokenizer, service, COMPLETIONS, body).json()["choices"][0]
     assert service.generations[0].prompt_logprobs == 3
-    assert [len(each) for each in choice["logprobs"]["top_logprobs"][1:]] == [1, 1, 1]
+    assert [len(each) for each in choice["logprobs"]["top_logprobs"][1:]] == [2, 2, 1]
     assert [len(each) for each in choice["prompt_logprobs"][1:]] == [4, 4]
 
 

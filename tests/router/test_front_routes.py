@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from importlib.metadata import version
 
 import httpx
 import pytest
@@ -44,13 +45,14 @@ def test_other_routes(bpe_tokenizer: Tokenizer) -> None:
         assert http.get("/v1/models/acme%2Ftiny").json() == models["data"][0]
         missing = http.get("/v1/models/other")
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
-        for path in ("/health", "/ready"):
+        for path in ("/health", "/ready", "/ping"):
             health = http.get(path)
             assert (health.status_code, health.json()["ready"]) == (200, True)
         metrics = http.get("/metrics")
         assert metrics.headers["content-type"].startswith("text/plain; version=")
         assert metrics.content == service.metrics()
         assert http.get("/cluster").json() == service.cluster()
+        assert http.get("/version").json() == {"version": version("kvferry")}
         head = http.head("/health")
         assert (head.status_code, head.content) == (200, b"")
 
@@ -82,7 +84,7 @@ def test_a_scrape_that_takes_long_holds_nobody_up(bpe_tokenizer: Tokenizer) -> N
 def test_unhealthy(bpe_tokenizer: Tokenizer) -> None:
     service = ScriptedService(saying((5,)), ready=False)
     with serving_front(service, bpe_tokenizer) as url, httpx.Client(base_url=url, trust_env=False) as http:
-        for path in ("/health", "/ready"):
+        for path in ("/health", "/ready", "/ping"):
             assert http.get(path).status_code == 503
 
 

@@ -203,6 +203,18 @@ def test_log_probabilities_end_with_the_stop_string(bpe_tokenizer: Tokenizer) ->
     assert len(choice["logprobs"]["tokens"]) < len(ids)
 
 
+def test_a_token_that_is_none_of_the_best_is_shown_beside_them(bpe_tokenizer: Tokenizer) -> None:
+    async def script(_: Generation) -> AsyncIterator[Output]:
+        yield Output((70,), "length", logprobs=(TokenLogprobs(-5.0, ((71, -0.5), (72, -1.0))),))
+
+    answer = ask(bpe_tokenizer, ScriptedService(script), "/v1/completions", {**TEXT, "logprobs": 2}).json()
+    told = answer["choices"][0]["logprobs"]
+    assert list(told["top_logprobs"][0].values()) == [-0.5, -1.0, -5.0]
+    assert told["top_logprobs"][0][told["tokens"][0]] == -5.0
+    none = ask(bpe_tokenizer, ScriptedService(saying((5,))), "/v1/completions", TEXT).json()
+    assert none["choices"][0]["logprobs"] is None
+
+
 def test_what_json_cannot_say_is_bounded(bpe_tokenizer: Tokenizer) -> None:
     async def script(_: Generation) -> AsyncIterator[Output]:
         yield Output((5,), "length", logprobs=(TokenLogprobs(-math.inf, ((6, -math.inf),)),))
@@ -210,7 +222,7 @@ def test_what_json_cannot_say_is_bounded(bpe_tokenizer: Tokenizer) -> None:
     body = {**TEXT, "logprobs": 1}
     choice = ask(bpe_tokenizer, ScriptedService(script), "/v1/completions", body).json()["choices"][0]
     assert choice["logprobs"]["token_logprobs"] == [-9999.0]
-    assert list(choice["logprobs"]["top_logprobs"][0].values()) == [-9999.0]
+    assert set(choice["logprobs"]["top_logprobs"][0].values()) == {-9999.0}
 
 
 def test_every_token_spells_its_bytes(bpe_tokenizer: Tokenizer) -> None:

@@ -16,6 +16,8 @@ from front_stage import (
     IM_END,
     MODEL,
     ScriptedService,
+    ask,
+    events_of,
     one_by_one,
     refused,
     serving_front,
@@ -38,6 +40,7 @@ SCHEMA = {
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": SCHEMA}}
 NOW = {"type": "function", "function": {"name": "now"}}
 TOOLS = [WEATHER, NOW]
+STRICT = [{**WEATHER, "function": {**WEATHER["function"], "strict": True}}, NOW]
 ARGUMENTS = '{"city": "Paris"}'
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 SAID = "the ferry\n" + CALL
@@ -56,6 +59,16 @@ def turns(call_id: str) -> list[dict[str, Any]]:
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": call_id, "content": "sunny"},
     ]
+
+
+def obeys(service: ScriptedService, checkpoint: Path, text: str) -> bool:
+    """Whether ``text`` is what the grammar of the last generation allows."""
+    grammar = service.generations[-1].sampling.grammar
+    assert grammar is not None
+    tokenizer = LLTokenizer((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))
+    matcher = LLMatcher(tokenizer, grammar.source(), log_level=0)
+    tokens = tokenizer.tokenize_str(text)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
 def service_saying(tokenizer: Tokenizer, text: str) -> ScriptedService:
@@ -107,6 +120,35 @@ def test_our_client_has_them_typed(bpe_tokenizer: Tokenizer, calling: ScriptedSe
     for each in (answer, streamed):
         assert (each.text, each.finish_reason) == ("the ferry", "tool_calls")
         assert each.tool_calls == (ToolCall(each.tool_calls[0].id, "weather", ARGUMENTS),)
+
+
+def test_a_streamed_call_comes_piece_by_piece(http: httpx.Client) -> None:
+    body = {**CHAT, "tools": TOOLS, "stream": True, "stream_options": {"include_usage": True}}
+    events = events_of(http.post(PATH, json=body))
+    choices = [event["choices"][0] for event in events[:-2]]
+    first, *pieces = [piece for choice in choices for piece in choice["delta"].get("tool_calls", ())]
+    assert first == {
+        "index": 0,
+        "id": first["id"],
+        "type": "function",
+        "function": {"name": "weather", "arguments": ""},
+    }
+    assert first["id"].startswith("call_")
+    assert len(pieces) > 3
+    assert all(piece == {"index": 0, "function": piece["function"]} for piece in pieces)
+    assert "".join(piece["function"]["arguments"] for piece in pieces) == ARGUMENTS
+    assert choices[-1]["finish_reason"] == "tool_calls"
+    assert events[-2]["usage"]["completion_tokens"] > 0
+
+
+def test_a_call_that_is_cut_off_ends_as_what_cut_it(bpe_tokenizer: Tokenizer) -> None:
+    cut = CALL[: CALL.index("Paris")]
+    for reason in ("length", "stop"):
+        ids = (*bpe_tokenizer.encode(cut), *[IM_END] * (reason == "stop"))
+        service = ScriptedService(one_by_one(ids, reason), max_model_len=4096)
+        choice = ask(bpe_tokenizer, service, PATH, {**CHAT, "tools": TOOLS}).json()["choices"][0]
+        (call,) = choice["message"]["tool_calls"]
+        assert (choice["finish_reason"], call["function"]["arguments"]) == (reason, '{"city": "')
 
 
 def test_the_templates_own_way(tmp_path: Path) -> None:
@@ -164,9 +206,13 @@ def test_an_unknown_format_is_refused_unless_named(tmp_path: Path) -> None:
         ({"tool_choice": "required"}, f"<tool_call>[{CALL[12:-13]}]</tool_call>", CALL.replace("Paris", "Oslo")),
         ({"tool_choice": "required", "parallel_tool_calls": False}, CALL, CALL + "\n" + CALL),
         ({"tool_choice": NAMED}, '<tool_call>{"name": "now", "arguments": {}}</tool_call>', CALL),
+        ({"tools": STRICT}, "Hm. <b>\n" + CALL + "\n" + CALL + " so", "Hm." + CALL.replace("Paris", "Oslo")),
+        ({"tools": STRICT}, '<tool_call>{"name": "now", "arguments": {"any": [1]}}</tool_call>', "<tool_call> none"),
+        ({"tools": STRICT}, "", CALL.replace("weather", "other")),
+        ({"tools": STRICT, "parallel_tool_calls": False}, "Hm." + CALL, CALL + CALL),
     ],
 )
-def test_a_call_that_must_be_is_a_grammar(
+def test_what_calls_are_held_to_is_a_grammar(
     fields: dict[str, Any],
     allowed: str,
     refused_text: str,
@@ -175,13 +221,27 @@ def test_a_call_that_must_be_is_a_grammar(
     bpe_checkpoint: Path,
 ) -> None:
     assert http.post(PATH, json={**CHAT, "tools": TOOLS, **fields}).status_code == 200
-    grammar = calling.generations[-1].sampling.grammar
-    assert grammar is not None
-    tokenizer = LLTokenizer((bpe_checkpoint / "tokenizer.json").read_text(encoding="utf-8"))
-    for text, fits in ((allowed, True), (refused_text, False)):
-        matcher = LLMatcher(tokenizer, grammar.source(), log_level=0)
-        tokens = tokenizer.tokenize_str(text)
-        assert (matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()) == fits
+    assert obeys(calling, bpe_checkpoint, allowed)
+    assert not obeys(calling, bpe_checkpoint, refused_text)
+
+
+def test_a_strict_tool_of_llamas_format(bpe_tokenizer: Tokenizer, bpe_checkpoint: Path) -> None:
+    service = service_saying(bpe_tokenizer, "so")
+    body = {**CHAT, "tools": STRICT}
+    with (
+        serving_front(service, bpe_tokenizer, FrontConfig(tool_format="llama3_json")) as url,
+        httpx.Client(base_url=url, trust_env=False) as http,
+    ):
+        assert http.post(PATH, json=body).status_code == 200
+    call = '{"name": "weather", "parameters": {"city": "Paris"}}'
+    for text, fits in ((call, True), ("so {", True), ("", True), (call.replace("Paris", "Oslo"), False), ("{}", False)):
+        assert obeys(service, bpe_checkpoint, text) == fits
+
+
+def test_without_a_strict_tool_an_answer_is_free(http: httpx.Client, calling: ScriptedService) -> None:
+    for tools in (TOOLS, [{**WEATHER, "function": {**WEATHER["function"], "strict": False}}]):
+        assert http.post(PATH, json={**CHAT, "tools": tools}).status_code == 200
+        assert calling.generations[-1].sampling.grammar is None
 
 
 def test_one_call_ends_the_answer(bpe_tokenizer: Tokenizer) -> None:
@@ -232,6 +292,11 @@ def function(**fields: Any) -> list[dict[str, Any]]:
             {"tools": function(parameters={"properties": {"a": {"type": "x"}}}), "tool_choice": "required"},
             "tools[0].function.parameters",
         ),
+        (
+            {"tools": [NOW, *function(parameters={"properties": {"a": {"type": "x"}}}, strict=True)]},
+            "tools[1].function.parameters",
+        ),
+        ({"tools": function(strict="yes")}, "tools[0].function.strict"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].tool_call_id"),
         ({"messages": [{**turns("c")[1], "role": "user"}]}, "messages[0].tool_calls"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].id"),

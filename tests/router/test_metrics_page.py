@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from worker_facts import worker
 
-from protocol.histogram import Observations
+from protocol.histogram import SECONDS, Observations
 from protocol.transfer_counts import SCALES, PathCounts, TransferCounts
 from router.block_index import BlockIndex
 from router.front.generation import GenerationReport
@@ -68,7 +69,10 @@ def everything() -> tuple[Worker, Worker]:
         paths={"tcp": observed()},
     )
     imports = TransferCounts(opened=4, ended={"settled": 4}, broken={"integrity_mismatch": 1})
-    return worker("p0", "prefill", transfer=leases), worker("d0", "decode", transfer=imports)
+    gaps = Observations(SECONDS)
+    gaps.add(0.001)
+    decode = worker("d0", "decode", transfer=imports, step_gaps=gaps.histogram())
+    return worker("p0", "prefill", transfer=leases), decode
 
 
 def exported() -> dict[str, Metric]:
@@ -81,6 +85,7 @@ def exported() -> dict[str, Metric]:
     times = {f"{stage}_s": 0.5 for stage in ("queue", "prefill", "handoff", "ttft", "decode", "ship")}
     report = GenerationReport(request_id="r", attempts=1, transport="shm", **numbers, **names, **times)
     metrics.reached(Stage.TAKEN_OVER, report, first=True)
+    metrics.reached(Stage.PREFILLED, replace(report, local_prefill="always"), first=False)
     families = text_string_to_metric_families(metrics.exposition().decode())
     return {family.name: family for family in families if not family.name.endswith("_created")}
 

@@ -17,7 +17,9 @@ from front_stage import (
     one_by_one,
     serving_front,
 )
+from pydantic import BaseModel
 from test_front_prompts import PROMPT, telling
+from test_front_tools import ARGUMENTS, CALL, service_saying
 
 from protocol.errors import NoWorkerAvailable, Overloaded, WorkerLost
 from router.front.generation import Generation, Output
@@ -130,6 +132,75 @@ def test_closing_a_stream_cancels(bpe_tokenizer: Tokenizer) -> None:
         next(iter(stream))
         stream.close()
         service.wait("cancelled")
+
+
+class City(BaseModel):
+    """Where somebody is."""
+
+    city: str
+
+
+def test_structured_output(bpe_tokenizer: Tokenizer) -> None:
+    service = service_saying(bpe_tokenizer, '{"city":"Rome"}')
+    with serving_front(service, bpe_tokenizer) as url, client_of(url) as client:
+        answer = client.chat.completions.parse(model=MODEL, messages=MESSAGES, response_format=City)
+        assert answer.choices[0].message.parsed == City(city="Rome")
+        with client.chat.completions.stream(model=MODEL, messages=MESSAGES, response_format=City) as stream:
+            assert stream.get_final_completion().choices[0].message.parsed == City(city="Rome")
+    grammar = service.generations[-1].sampling.grammar
+    assert grammar is not None
+    assert grammar.kind == "json_schema"
+    assert '"required":["city"]' in grammar.text
+
+
+async def test_a_strict_tool_streamed_without_blocking(bpe_tokenizer: Tokenizer) -> None:
+    service = service_saying(bpe_tokenizer, "the ferry\n" + CALL)
+    tool = openai.pydantic_function_tool(City, name="weather")
+    with serving_front(service, bpe_tokenizer) as url:
+        async with (
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as client,
+            client.chat.completions.stream(model=MODEL, messages=MESSAGES, tools=[tool]) as stream,
+        ):
+            events = [event async for event in stream]
+            final = await stream.get_final_completion()
+    deltas = [event for event in events if event.type == "tool_calls.function.arguments.delta"]
+    assert len(deltas) > 3
+    assert "".join(event.arguments_delta for event in deltas) == ARGUMENTS
+    assert deltas[-1].parsed_arguments == {"city": "Paris"}
+    done = [event for event in events if event.type == "tool_calls.function.arguments.done"]
+    assert [(event.name, event.parsed_arguments) for event in done] == [("weather", City(city="Paris"))]
+    (call,) = final.choices[0].message.tool_calls or ()
+    assert call.function.parsed_arguments == City(city="Paris")
+    assert service.generations[-1].sampling.grammar is not None
+
+
+async def test_log_probabilities_and_choices_of_a_streamed_chat(bpe_tokenizer: Tokenizer) -> None:
+    reply = bpe_tokenizer.encode(REPLY)
+    with serving_front(telling(reply), bpe_tokenizer) as url:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as client:
+            stream = await client.chat.completions.create(
+                model=MODEL,
+                messages=MESSAGES,
+                logprobs=True,
+                top_logprobs=1,
+                max_tokens=len(reply),
+                n=2,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+            *chunks, last = [chunk async for chunk in stream]
+    for index in range(2):
+        choices = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
+        assert choices[0].delta.role == "assistant"
+        assert "".join(choice.delta.content or "" for choice in choices) == REPLY
+        scored = [token for choice in choices if choice.logprobs for token in choice.logprobs.content or ()]
+        assert [token.logprob for token in scored] == [-0.25] * len(reply)
+        assert b"".join(bytes(token.bytes or ()) for token in scored).decode() == REPLY
+        assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["length"]
+    assert all(chunk.usage is None for chunk in chunks)
+    assert last.choices == []
+    assert last.usage is not None
+    assert last.usage.completion_tokens == 2 * len(reply)
 
 
 async def test_many_at_once(bpe_tokenizer: Tokenizer) -> None:

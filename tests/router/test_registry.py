@@ -3,6 +3,7 @@ from __future__ import annotations
 import msgspec
 from worker_facts import heartbeat
 
+from protocol.histogram import SECONDS, Observations
 from protocol.ids import Peer
 from protocol.messages import WorkerLoad
 from protocol.transfer_counts import TransferCounts
@@ -182,9 +183,19 @@ def test_counts_go_on_when_a_worker_starts_again() -> None:
 
 def test_every_counter_of_a_load_is_summed_up() -> None:
     gauges = {"pool", "waiting", "waiting_tokens", "running", "open_leases", "open_imports", "step_age", "draining"}
-    gauges |= {"used_slots", "empty_slots", "swapped_blocks"}
-    assert {*COUNTERS} | gauges == {*WorkerLoad.__struct_fields__}
+    gauges |= {"used_slots", "empty_slots", "swapped_blocks", "step_fixed", "step_per_token"}
+    assert {*COUNTERS} | gauges | {"step_gaps"} == {*WorkerLoad.__struct_fields__}
     assert not {*COUNTERS} & gauges
+
+
+def test_gaps_between_steps_are_summed_up_over_lives() -> None:
+    workers = make()
+    for now, peer, gap in ((0.0, P1, 0.25), (0.5, P2, 0.5)):
+        gaps = Observations(SECONDS)
+        gaps.add(gap)
+        workers.heartbeat(peer, b"p", heartbeat("decode", step_gaps=gaps.histogram()), now)
+    (known,) = workers.workers()
+    assert (known.totals.step_gaps.count, known.totals.step_gaps.total) == (2, 0.75)
 
 
 def test_a_worker_whose_connection_ends_is_lost_unless_it_beats_over_another() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.front.tool_calls import CallParser, ToolCall
+from router.front.tool_calls import CallArguments, CallDelta, CallOpening, CallParser, ToolCall, gathered
 from router.tool_format import KnownFormat
 
 NAMES = ("weather", "now")
@@ -32,17 +32,28 @@ PARTS = [
 ]
 
 
-def read(form: KnownFormat, pieces: list[str]) -> tuple[str, list[ToolCall]]:
+def read(form: KnownFormat, pieces: list[str]) -> tuple[str, tuple[ToolCall, ...], int]:
+    """Text, calls, and how many of them are complete."""
     parser = CallParser(form, NAMES)
     said: list[str] = []
-    calls: list[ToolCall] = []
+    deltas: list[CallDelta] = []
     for piece in pieces:
         text, found = parser.push(piece)
         said.append(text)
-        calls += found
+        deltas += found
     said.append(parser.flush())
-    assert parser.count == len(calls)
-    return "".join(said), calls
+    openings = [delta.index for delta in deltas if isinstance(delta, CallOpening)]
+    assert openings == list(range(parser.count))
+    assert [delta.index for delta in deltas] == sorted(delta.index for delta in deltas)
+    assert parser.count - 1 <= parser.complete <= parser.count or parser.count == 0
+    return "".join(said), gathered(deltas), parser.complete
+
+
+def same(form: KnownFormat, pieces: list[str]) -> tuple[str, list[tuple[str, str]], int]:
+    """As :func:`read`, without the ids, which are drawn."""
+    text, calls, complete = read(form, pieces)
+    assert len({call.id for call in calls}) == len(calls)
+    return text, [(call.name, call.arguments) for call in calls], complete
 
 
 @pytest.mark.parametrize(
@@ -88,11 +99,54 @@ def read(form: KnownFormat, pieces: list[str]) -> tuple[str, list[ToolCall]]:
 )
 def test_what_is_a_call(form: KnownFormat, text: str, said: str, calls: list[tuple[str, str]]) -> None:
     for pieces in ([text], list(text)):
-        found, called = read(form, pieces)
-        assert found == said
-        assert [(call.name, call.arguments) for call in called] == calls
-        assert [call.index for call in called] == list(range(len(calls)))
-        assert len({call.id for call in called}) == len(calls)
+        assert same(form, pieces) == (said, calls, len(calls))
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "calls", "complete"),
+    [
+        ('<tool_call>{"name": "weather", "arguments": {"city": "Par', "", [("weather", '{"city": "Par')], 0),
+        ('<tool_call>{"name": "weather", "arguments": {city: [}]}', "", [("weather", "{city: [}]")], 1),
+        ('<tool_call>[{"name": "now"}, {"name": "other"}]', '{"name": "other"}]', [("now", "{}")], 1),
+        ('<tool_call>[{"name": "now"}, 3]', "3]", [("now", "{}")], 1),
+        (
+            '<tool_call> [ {"name": "other"}, {"name": "now"}]',
+            '<tool_call> [ {"name": "other"}, {"name": "now"}]',
+            [],
+            0,
+        ),
+        ('<tool_call>{"arguments": {}, "name": "now"}</tool_call>', "", [("now", "{}")], 1),
+        ('<tool_call>{"name": "now", "arguments": {}, "id": "}"}</tool_call>\nso', "so", [("now", "{}")], 1),
+        ('<tool_call>{"name":"now","arguments":{}', "", [("now", "{}")], 1),
+    ],
+)
+def test_what_was_begun_stays_a_call(text: str, said: str, calls: list[tuple[str, str]], complete: int) -> None:
+    for pieces in ([text], list(text)):
+        assert same("hermes", pieces) == (said, calls, complete)
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama3_json"])
+def test_arguments_come_as_they_are_written(form: KnownFormat) -> None:
+    parser = CallParser(form, NAMES)
+    mark = "<tool_call>" if form == "hermes" else ""
+    told = [
+        parser.push(piece)
+        for piece in (mark, '{"name": "wea', 'ther", "argum', 'ents": ', '{"ci', 'ty": "Pa', 'ris"}', "}")
+    ]
+    assert all(text == "" for text, _ in told)
+    opening, *_ = told[4][1]
+    assert isinstance(opening, CallOpening)
+    assert (opening.index, opening.name) == (0, "weather")
+    assert [deltas for _, deltas in told] == [
+        (),
+        (),
+        (),
+        (),
+        (opening, CallArguments(0, '{"ci')),
+        (CallArguments(0, 'ty": "Pa'),),
+        (CallArguments(0, 'ris"}'),),
+        (),
+    ]
 
 
 @settings(deadline=None)
@@ -108,7 +162,7 @@ def test_cuts_change_nothing(form: KnownFormat, parts: list[str], sizes: list[in
         size = sizes[turn % len(sizes)]
         pieces.append(text[at : at + size])
         at, turn = at + size, turn + 1
-    assert read(form, pieces) == read(form, [text]) == read(form, list(text))
+    assert same(form, pieces) == same(form, [text]) == same(form, list(text))
 
 
 def test_no_half_of_a_mark_is_text() -> None:

@@ -19,7 +19,14 @@ def pool(free: int = 63) -> PoolCounts:
     return PoolCounts(free=free, active=63 - free, cached=0, exported=0, importing=0, draining=0, reserved=1, total=64)
 
 
-def profile(role: Role, *, model: str = MODEL, layout: KVLayout = LAYOUT, max_model_len: int = 4096) -> WorkerProfile:
+def profile(
+    role: Role,
+    *,
+    model: str = MODEL,
+    layout: KVLayout = LAYOUT,
+    max_model_len: int = 4096,
+    prefills: bool = False,
+) -> WorkerProfile:
     return WorkerProfile(
         role=role,
         model=model,
@@ -28,6 +35,7 @@ def profile(role: Role, *, model: str = MODEL, layout: KVLayout = LAYOUT, max_mo
         layout=layout,
         num_blocks=64,
         peer_endpoint="tcp://127.0.0.1:1" if role == "prefill" else "",
+        prefills=prefills,
     )
 
 
@@ -37,8 +45,11 @@ def fleet_of(workers: Sequence[Worker], now: float = 0.0) -> Fleet:
     return fleet
 
 
-def heartbeat(role: Role, *, model: str = MODEL, layout: KVLayout = LAYOUT, **load: object) -> Heartbeat:
-    return Heartbeat(profile(role, model=model, layout=layout), WorkerLoad(pool=pool(), **load))  # type: ignore[arg-type]
+def heartbeat(
+    role: Role, *, model: str = MODEL, layout: KVLayout = LAYOUT, prefills: bool = False, **load: object
+) -> Heartbeat:
+    told = WorkerLoad(pool=pool(), **load)  # type: ignore[arg-type]
+    return Heartbeat(profile(role, model=model, layout=layout, prefills=prefills), told)
 
 
 def worker(

@@ -1,23 +1,19 @@
 """A worker in a process of its own, for benchmarks that have a router in theirs.
 
-Usage by itself: ``python benchmarks/worker_process.py ORDER``; ORDER is JSON, the worker's configuration with its
-``role`` ("prefill" or "decode") and, as ``engine``, the engine's. It ends when its standard input does.
+Usage by itself: ``python -m cluster.bench.worker_process ORDER``; ORDER is JSON, the worker's configuration with its
+``role`` ("prefill" or "decode") and, as ``engine``, the engine's; ``cores`` may hold it to some CPUs. It ends when its
+standard input does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
-
-from decode_worker.config import DecodeConfig
-from decode_worker.worker import DecodeWorker
-from engine.config import EngineConfig
-from prefill_worker.config import PrefillConfig
-from prefill_worker.worker import PrefillWorker
 
 MODEL = "measured"
 """Name that the workers serve their model by."""
@@ -26,19 +22,31 @@ MODEL = "measured"
 @asynccontextmanager
 async def worker_process(order: dict[str, Any], command: Sequence[str] = ()) -> AsyncIterator[None]:
     """One worker, which ends with this process; ``command`` is put before its own."""
-    words = [*command, sys.executable, __file__, json.dumps(order)]
-    process = await asyncio.create_subprocess_exec(*words, stdin=asyncio.subprocess.PIPE)
+    words = [*command, sys.executable, "-m", "cluster.bench.worker_process", json.dumps(order)]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(order["engine"]["threads"])}
+    process = await asyncio.create_subprocess_exec(*words, stdin=asyncio.subprocess.PIPE, env=environment)
     try:
         yield
     finally:
-        await process.communicate(b"")
+        # It may have ended by itself, or with whatever ended this one.
+        assert process.stdin is not None
+        process.stdin.close()
+        await process.wait()
 
 
 async def serve(order: dict[str, Any]) -> None:
     """Be one worker until standard input ends."""
+    from decode_worker.config import DecodeConfig
+    from decode_worker.worker import DecodeWorker
+    from engine.config import EngineConfig
+    from prefill_worker.config import PrefillConfig
+    from prefill_worker.worker import PrefillWorker
+
     engine = EngineConfig(**order.pop("engine"))
     routers = tuple(order.pop("routers"))
     role = order.pop("role")
+    if cores := order.pop("cores", ()):
+        os.sched_setaffinity(0, cores)
     common = {**order, "model_name": MODEL, "engine": engine, "routers": routers}
     worker = PrefillWorker(PrefillConfig(**common)) if role == "prefill" else DecodeWorker(DecodeConfig(**common))
     await worker.start()

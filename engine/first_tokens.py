@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from engine.batch import Draw
-from prefill_worker.scheduler import Prompt
+from engine.prompt import Prompt
 from protocol.forks import ForkBook
 from protocol.ids import Peer, RequestKey
 from protocol.messages import Message, StageTimes, Tokens
