@@ -30,6 +30,8 @@ class DecodeConfig:
         gpudirect: whether RDMA reads and writes a pool on a GPU itself: where it can, always, or never.
         wire_dtype: element type in which blocks cross; None is the pool's own. Another one costs precision.
         max_waiting: requests in the queue for a reservation before new ones are refused.
+        wedged_after: seconds without the end of a step, though there is work, after which the worker ends, to be
+            started again. A router gives it up before that.
         preemption: how a sequence makes room when the pool is full: "swap", into host memory while there is any left;
             "recompute", by a fresh prefill; "auto", by what is predicted to cost less.
         swap_bytes: host memory at most for sequences that are swapped out. On a CPU its pages are taken only when it
@@ -56,6 +58,7 @@ class DecodeConfig:
     gpudirect: GpuDirect = "auto"
     wire_dtype: WireDtype | None = None
     max_waiting: int = 1024
+    wedged_after: float = 60.0
     preemption: Preemption = "auto"
     swap_bytes: int = 256 << 20
     speculation: Speculation | None = None
@@ -72,6 +75,7 @@ class DecodeConfig:
             ("transfer_timeout", self.transfer_timeout > 0, "above 0"),
             ("wire_dtype", self.wire_dtype in (None, *WIRE_DTYPES), f"one of {', '.join(WIRE_DTYPES)}, or None"),
             ("max_waiting", self.max_waiting >= 1, "at least 1"),
+            ("wedged_after", self.wedged_after > 0, "above 0"),
             ("preemption", self.preemption in PREEMPTIONS, f"one of {', '.join(PREEMPTIONS)}"),
             ("step_tokens", self.step_tokens is None or 1 <= self.step_tokens <= 1 << 31, "in [1, 2**31], or None"),
             ("swap_bytes", 0 <= self.swap_bytes <= 1 << 44, "in [0, 2**44]"),

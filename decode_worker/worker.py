@@ -30,11 +30,11 @@ from decode_worker.step import chunks_of
 from decode_worker.swaps import PATIENCE, Swaps
 from engine.block_pool import BlockPool
 from engine.pool_watch import PoolWatch
+from engine.step_watch import StepWatch
 from protocol.curve import CurveKeys
 from protocol.errors import KVFerryError, Overloaded, Preempted, ProtocolError
 from protocol.forks import Fork, ForkBook
 from protocol.ids import Peer, RequestKey
-from protocol.kv_publisher import KVPublisher
 from protocol.loops import Loops
 from protocol.messages import (
     Cancel,
@@ -97,11 +97,10 @@ class DecodeWorker:
 
         self._stepper = await Stepper.load(self.config.engine, progress)
         resources.callback(self._stepper.close)
-        runner = self._stepper.runner
-        settings = runner.config
+        runner, settings = self._stepper.runner, self._stepper.runner.config
         self._max_model_len = runner.max_model_len
         self.pool = BlockPool(runner.num_blocks, settings.block_size, prefix_cache=settings.prefix_cache)
-        self._watch = PoolWatch(self.pool)
+        self._watch, self._step_watch = PoolWatch(self.pool), StepWatch(self.config.wedged_after)
         self._swaps = Swaps(runner.cache, runner.copies, self.config.preemption, self.config.swap_bytes, self._copied)
         resources.push_async_callback(self._swaps.close)
         guesses, rows = self.config.speculation, settings.max_sequences
@@ -120,9 +119,8 @@ class DecodeWorker:
         )
         context = zmq.asyncio.Context()
         resources.callback(context.term)
-        wire = WireLayout(runner.layout, self.config.wire_dtype)
-        transport, host, config = self.config.transport, self.config.bind_host, self.config.transfer(str(self.me))
-        reception = Reception(runner.cache, runner.copies, wire, transport, host, config)
+        wire, config = WireLayout(runner.layout, self.config.wire_dtype), self.config.transfer(str(self.me))
+        reception = Reception(runner.cache, runner.copies, wire, self.config.transport, self.config.bind_host, config)
         resources.push_async_callback(reception.close)
         keys = CurveKeys.drawn_from(self.config.secret)
         self._peers = PrefillPeers(
@@ -163,7 +161,7 @@ class DecodeWorker:
             heartbeat=self._heartbeat,
             on_message=self._from_router,
             on_router_lost=self._router_lost,
-            publisher=KVPublisher(self.pool.index.watch().take, self.pool.index.hashes),
+            publisher=self.pool.publisher(),
             keys=keys,
         )
         resources.push_async_callback(self._link.close)
@@ -197,7 +195,7 @@ class DecodeWorker:
             open_imports=imports.book.open_count,
             steps=self._stepper.steps,
             step_seconds=self._stepper.step_seconds,
-            step_age=self._stepper.age,
+            step_age=self._step_watch.age,
             step_fixed=self._stepper.pace.fixed,
             step_per_token=self._stepper.pace.per_token,
             step_gaps=self._stepper.gaps.histogram(),
@@ -353,6 +351,7 @@ class DecodeWorker:
                 self._preempt(sequence)
                 self._wake.set()  # what it had kept from others, at the head of the queue, they may have now
             self._watch.look(busy=not self._scheduler.idle, now=now)
+            self._step_watch.look(busy=bool(self._scheduler.running), now=now)
             self._swaps.look(busy=not self._scheduler.idle, now=now)
 
     # --- steps ----------------------------------------------------------------------------------------------------
@@ -375,7 +374,8 @@ class DecodeWorker:
             try:
                 # Once the engine has begun.
                 asyncio.get_running_loop().call_soon(self._outbox.send)
-                draws = await self._stepper.execute(chunks_of(step.sequences))
+                with self._step_watch.step():
+                    draws = await self._stepper.execute(chunks_of(step.sequences))
             except KVFerryError as error:
                 logger.exception("a decode step failed")
                 for sequence in self._scheduler.fail_step():

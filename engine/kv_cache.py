@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.float8 import Scales, as_bytes
-from engine.shared_memory import allocate
+from engine.shared_memory import allocate, take_large_pages
 from protocol.errors import ConfigError, EngineFailure
 from protocol.layout import CacheDtype, KVLayout
 
@@ -53,6 +53,7 @@ class KVCache:
             if torch.device(device).type == "cpu" and hasattr(os, "memfd_create"):
                 memory, self.descriptor = allocate(layout.pool_bytes(num_blocks))
                 weakref.finalize(self, os.close, self.descriptor)
+                take_large_pages(memory)
                 self.tensor = torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
             else:
                 self.tensor = torch.empty(shape, dtype=dtype, device=device)

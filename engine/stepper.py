@@ -39,7 +39,6 @@ class Stepper:
         self.pace = StepPace()
         self._executor = executor
         self.gaps = Observations(SECONDS)
-        self._entered: float | None = None
         self._left: float | None = None
 
     @classmethod
@@ -64,11 +63,6 @@ class Stepper:
             raise
         return cls(runner, executor)
 
-    @property
-    def age(self) -> float:
-        """Seconds that the step now running has taken; 0 between steps. A wedged engine shows here."""
-        return 0.0 if self._entered is None else time.monotonic() - self._entered
-
     async def execute(self, chunks: Sequence[Chunk], watch: LayerWatch | None = None) -> list[Draw | None]:
         """One forward step of the whole batch; see :meth:`ModelRunner.execute`.
 
@@ -79,7 +73,7 @@ class Stepper:
         Raises:
             EngineFailure: the step raised.
         """
-        self._entered = time.monotonic()
+        entered = time.monotonic()
         loop = asyncio.get_running_loop()
         if watch is not None:
             watch = LayerWatch(watch.every, partial(_tell_on, loop, watch.tell))
@@ -89,8 +83,7 @@ class Stepper:
             return draws
         finally:
             self.steps += 1
-            self.step_seconds += time.monotonic() - self._entered
-            self._entered = None
+            self.step_seconds += time.monotonic() - entered
 
     def rest(self) -> None:
         """There is nothing to compute: what passes from now on is no gap. Not while a step runs."""

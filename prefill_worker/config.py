@@ -31,6 +31,8 @@ class PrefillConfig:
         staging_bytes: memory at most in which blocks are made that cannot go straight from the pool: the decode
             worker's have another form, or the pool is on a GPU.
         max_waiting: prompts in the queue before new ones are refused.
+        wedged_after: seconds without the end of a step, though there is work, after which the worker ends, to be
+            started again. A router gives it up before that.
 
     Raises:
         ConfigError: names the field and the value.
@@ -50,6 +52,7 @@ class PrefillConfig:
     layers_per_ship: int = 15
     staging_bytes: int = 64 << 20
     max_waiting: int = 1024
+    wedged_after: float = 60.0
 
     def __post_init__(self) -> None:
         for name, valid, wanted in (
@@ -63,6 +66,7 @@ class PrefillConfig:
             ("layers_per_ship", 0 <= self.layers_per_ship <= 1 << 20, "in [0, 1048576]"),
             ("staging_bytes", 1 << 16 <= self.staging_bytes <= 1 << 40, "in [65536, 2**40]"),
             ("max_waiting", self.max_waiting >= 1, "at least 1"),
+            ("wedged_after", self.wedged_after > 0, "above 0"),
         ):
             if not valid:
                 raise ConfigError(f"{name} must be {wanted}, got {getattr(self, name)!r}", field=name)

@@ -190,10 +190,9 @@ class Shipping:
             logger.info("KV is converted on its way: %s", "; ".join([*differing, f"sent as {wire.element}"]))
         if self._staging is None:
             try:
-                memory, descriptor = self._allocate()
+                view, descriptor = self._allocate()
             except (OSError, OverflowError) as error:
                 raise EngineFailure(f"cannot allocate staging_bytes {self._staging_bytes}: {error}") from error
-            view = memoryview(memory)
             gather = None
             if self._device is not None:
                 self._pinned = view if self._device.queue.pin(view) else None
@@ -201,10 +200,10 @@ class Shipping:
             self._staging = Staging(self._layout, view, descriptor, self._pack, self._config, gather)
         return self._staging
 
-    def _allocate(self) -> tuple[mmap.mmap, int | None]:
+    def _allocate(self) -> tuple[memoryview, int | None]:
         if hasattr(os, "memfd_create"):
             return allocate(self._staging_bytes, "kvferry-staging")
-        return mmap.mmap(-1, self._staging_bytes), None
+        return memoryview(mmap.mmap(-1, self._staging_bytes)), None
 
     def _pack(self, conversion: Conversion, target: memoryview) -> None:
         if self._device is not None:

@@ -23,6 +23,7 @@ from engine.first_tokens import FirstTokens
 from engine.layer_watch import LayerWatch
 from engine.pool_watch import PoolWatch
 from engine.prompt import Progress, Work
+from engine.step_watch import StepWatch
 from kv_transfer.transport import TransportConfig
 from prefill_worker.config import PrefillConfig
 from prefill_worker.exports import Exports
@@ -31,7 +32,6 @@ from protocol.curve import CurveKeys
 from protocol.errors import ContextLengthExceeded, InvalidRequest, KVFerryError, Overloaded, Preempted, ProtocolError
 from protocol.forks import ForkBook
 from protocol.ids import Peer, RequestKey
-from protocol.kv_publisher import KVPublisher
 from protocol.loops import Loops
 from protocol.messages import (
     Cancel,
@@ -102,7 +102,7 @@ class PrefillWorker:
         self._max_model_len = runner.max_model_len
         self._vocab_size = runner.vocab_size
         self.pool = BlockPool(runner.num_blocks, settings.block_size, prefix_cache=settings.prefix_cache)
-        self._watch = PoolWatch(self.pool)
+        self._watch, self._step_watch = PoolWatch(self.pool), StepWatch(self.config.wedged_after)
         self._scheduler = PrefillScheduler(
             self.pool,
             block_size=settings.block_size,
@@ -153,7 +153,7 @@ class PrefillWorker:
             heartbeat=self._heartbeat,
             on_message=self._from_router,
             on_router_lost=self._router_lost,
-            publisher=KVPublisher(self.pool.index.watch().take, self.pool.index.hashes),
+            publisher=self.pool.publisher(),
             keys=keys,
         )
         resources.push_async_callback(self._link.close)
@@ -187,7 +187,7 @@ class PrefillWorker:
             open_leases=exports.book.open_count,
             steps=self._stepper.steps,
             step_seconds=self._stepper.step_seconds,
-            step_age=self._stepper.age,
+            step_age=self._step_watch.age,
             step_fixed=self._stepper.pace.fixed,
             step_per_token=self._stepper.pace.per_token,
             step_gaps=self._stepper.gaps.histogram(),
@@ -309,7 +309,9 @@ class PrefillWorker:
             await asyncio.sleep(TICK)
             self._exports.tick()
             self._unblock(time.monotonic())
-            self._watch.look(busy=bool(self._scheduler.running or self._scheduler.waiting), now=time.monotonic())
+            now, running = time.monotonic(), self._scheduler.running
+            self._watch.look(busy=bool(running or self._scheduler.waiting), now=now)
+            self._step_watch.look(busy=bool(running), now=now)
 
     def _unblock(self, now: float) -> None:
         """Break a ring: leases here wait for room there, while room there waits for a prompt that has no room here.
@@ -340,7 +342,8 @@ class PrefillWorker:
                 continue
             try:
                 early = self._shipped_by_layers(step)
-                draws = await self._execute(step, early)
+                with self._step_watch.step():
+                    draws = await self._execute(step, early)
             except KVFerryError as error:
                 logger.exception("a prefill step failed")
                 for prompt in self._scheduler.fail_step():

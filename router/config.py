@@ -39,6 +39,9 @@ class RouterConfig:
         max_attempts: failed attempts of one request at most; preemptions do not count.
         worker_wait: how long a retry waits for a worker to join when there is none.
         worker_wait_first: the same for a first attempt; 0 fails at once.
+        breaker_failures: a worker that failed so many requests, and served no more than those, within
+            ``breaker_window`` gets no new work while another is there; after ``breaker_cooldown``, which doubles with
+            each that fails, up to a minute, a request is tried on it.
         retry_backoff: pause before the second retry in a row, doubled for each further one, at most 1 s.
         reorder_grace: how long decode's tokens may be here before prefill's first one.
         stall_timeout: how long a decode worker may send nothing once it has begun to.
@@ -76,6 +79,9 @@ class RouterConfig:
     max_attempts: int = 4
     worker_wait: float = 5.0
     worker_wait_first: float = 0.0
+    breaker_failures: int = 5
+    breaker_window: float = 30.0
+    breaker_cooldown: float = 5.0
     retry_backoff: float = 0.05
     reorder_grace: float = 2.0
     stall_timeout: float = 60.0
@@ -124,6 +130,8 @@ class RouterConfig:
             "lease_ttl",
             "request_timeout",
             "stall_timeout",
+            "breaker_window",
+            "breaker_cooldown",
         ):
             self._check(field, 0.0 < getattr(self, field) < math.inf, "over 0 and finite")
         self._check("explained_requests", 0 <= self.explained_requests <= 1 << 20, "in [0, 2**20]")
@@ -138,7 +146,7 @@ class RouterConfig:
         ):
             self._check(field, 0.0 <= getattr(self, field) < math.inf, "at least 0 and finite")
         self._check("priority_aging", 0.0 <= self.priority_aging <= 3600.0, "in [0, 3600]")
-        for field in ("max_attempts", "max_requests"):
+        for field in ("max_attempts", "max_requests", "breaker_failures"):
             self._check(field, 1 <= getattr(self, field) <= 1 << 20, "in [1, 2**20]")
 
     def _check(self, field: str, valid: bool, wanted: str) -> None:

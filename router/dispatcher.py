@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import ParamSpec
 
 from protocol.errors import InvariantViolation, KVFerryError, NoWorkerAvailable, Overloaded, TargetOutOfReach
@@ -26,10 +25,11 @@ from protocol.messages import (
     Reserve,
     Tokens,
 )
-from router.explanations import Decision
+from router.breaker import Breakers
 from router.forks import check_alike, fold
 from router.front.generation import Generation, GenerationReport
 from router.instructions import (
+    Blame,
     Emit,
     Fail,
     Instruction,
@@ -40,38 +40,19 @@ from router.instructions import (
     SendReserve,
     Stage,
 )
-from router.mailbox import Mailbox
+from router.live_request import LiveRequest
 from router.metrics import RouterMetrics
+from router.pairing import complaints
 from router.placer import Placer
-from router.policy import Demand, Placement, mismatch
+from router.policy import Demand, Placement
 from router.prompt_chain import PromptChains
 from router.registry import WorkerEvent, WorkerJoined, WorkerRegistry
-from router.request import RequestLimits, RequestMachine
+from router.request import RequestMachine
+from router.request_limits import RequestLimits
 from router.request_table import RequestState
 
 _log = logging.getLogger(__name__)
 P = ParamSpec("P")
-
-
-@dataclass(slots=True, eq=False)
-class LiveRequest:
-    """One live request.
-
-    Attributes:
-        machine: decides.
-        generation: what its reader wants.
-        chains: of its prompt's blocks.
-        mailbox: its reader's.
-        answered: whether its first token was given out.
-        decision: where the attempt under way went, and why; None before the first, and where another's carries it.
-    """
-
-    machine: RequestMachine
-    generation: Generation
-    chains: PromptChains
-    mailbox: Mailbox = field(default_factory=Mailbox)
-    answered: bool = False
-    decision: Decision | None = None
 
 
 class Dispatcher:
@@ -84,6 +65,7 @@ class Dispatcher:
         max_requests: live at once.
         ttft_target: of requests that bring none; 0 for none.
         registry: of the workers.
+        breakers: of the workers.
         metrics: counts what happens.
         send: queues a message for a worker by its hub identity; False when it cannot be reached.
     """
@@ -97,6 +79,7 @@ class Dispatcher:
         max_requests: int,
         ttft_target: float,
         registry: WorkerRegistry,
+        breakers: Breakers,
         metrics: RouterMetrics,
         send: Callable[[bytes, Message], bool],
     ) -> None:
@@ -106,12 +89,15 @@ class Dispatcher:
         self._max_requests = max_requests
         self._ttft_target = ttft_target
         self._registry = registry
+        self._breakers = breakers
         self._metrics = metrics
         self._send = send
         self._live: dict[str, LiveRequest] = {}
         self._turn = 0
         self._work: deque[tuple[LiveRequest, Instruction]] = deque()
         self._working = False
+        # Of all requests; a token moves its own on and leaves this, so that thousands of streams cost no more than one.
+        self._deadline = float("inf")
 
     @property
     def live_requests(self) -> int:
@@ -120,8 +106,8 @@ class Dispatcher:
 
     @property
     def deadline(self) -> float:
-        """When ``tick`` next has something to do for a request; infinite when never."""
-        return min((live.machine.deadline for live in self._live.values()), default=float("inf"))
+        """Before that ``tick`` has nothing to do for any request; infinite when there is none."""
+        return self._deadline
 
     def admit(self, generation: Generation, now: float) -> LiveRequest:
         """Let a request in and start its first attempt.
@@ -158,6 +144,9 @@ class Dispatcher:
                 self._advance(live, live.machine.abandon(error, now), now)
             return together
         opened = [live.machine.placed(placement, now) for live in together]
+        for live in together:
+            live.placement = placement
+            self._note_deadline(live)
         self._advance(together[0], fold(opened), now)
         return together
 
@@ -220,6 +209,10 @@ class Dispatcher:
                 return False
         return True
 
+    def renewed(self, identity: bytes, now: float) -> None:
+        """A worker has a new connection in place of another one; what comes after this comes over it."""
+        self._workers_changed(self._registry.renewed(identity), now)
+
     def disconnected(self, identity: bytes, now: float) -> None:
         """A worker's connection has ended."""
         self._registry.disconnected(identity, now)
@@ -227,8 +220,13 @@ class Dispatcher:
     def tick(self, now: float) -> None:
         """Time passed."""
         self._workers_changed(self._registry.tick(now), now)
-        for live in [live for live in self._live.values() if live.machine.deadline <= now]:
-            self._guarded(live, now, live.machine.tick, now)
+        if now < self._deadline:
+            return
+        self._deadline = float("inf")
+        for live in list(self._live.values()):
+            if live.machine.deadline <= now:
+                self._guarded(live, now, live.machine.tick, now)
+            self._note_deadline(live)
 
     def can_place(self, now: float) -> str | None:
         """Why a new request would find no pair of workers, or None when it would find one."""
@@ -259,25 +257,20 @@ class Dispatcher:
             if isinstance(event, WorkerJoined):
                 if not event.returned:
                     self._report_mismatches(event.peer)
+                self._breakers.keep(worker.peer.name for worker in self._registry.workers())
                 for live in everything:
                     self._advance(live, live.machine.workers_changed(now), now)
             else:
+                # Once, however many requests it had: those of a machine that was restarted say nothing about the next.
+                self._blame(frozenset({event.peer}), event.reason, now)
                 for live in everything:
                     self._advance(live, live.machine.worker_lost(event.peer, event.reason, now), now)
 
     def _report_mismatches(self, peer: Peer) -> None:
         joined = self._registry.find(peer)
         assert joined is not None, "it joined just now"
-        if joined.profile.model != self._model:
-            _log.warning("worker %s serves %r, not %r: not used", peer, joined.profile.model, self._model)
-            return
-        for other in self._registry.workers():
-            if not other.live or other.profile.role == joined.profile.role:
-                continue
-            prefill, decode = (joined, other) if joined.profile.role == "prefill" else (other, joined)
-            reason = mismatch(prefill.profile, decode.profile)
-            if reason is not None:
-                _log.warning("workers %s and %s cannot be paired: %s", prefill.peer, decode.peer, reason)
+        for complaint in complaints(joined, self._registry.workers(), self._model):
+            _log.warning("%s", complaint)
 
     def _guarded(
         self, live: LiveRequest, now: float, event: Callable[P, list[Instruction]], *args: P.args, **kwargs: P.kwargs
@@ -292,6 +285,8 @@ class Dispatcher:
     def _advance(self, live: LiveRequest, instructions: Iterable[Instruction], now: float) -> None:
         if live.machine.ended:
             self._forget(live, now)
+        else:
+            self._note_deadline(live)
         self._work.extend((live, instruction) for instruction in instructions)
         if self._working:
             return  # the loop below is running further up the stack and will come to these
@@ -319,6 +314,8 @@ class Dispatcher:
                         self._advance(each, each.machine.worker_lost(peer, "it cannot be reached", now), now)
             case SendCancel(peer, key, reason):
                 self._send_to(peer, Cancel(key=key, reason=reason))
+            case Blame(peers, cause):
+                self._blame(peers, cause.message, now)
             case Retry(cause, attempt):
                 self._metrics.retries.labels(cause.code).inc()
                 _log.info("request %s: attempt %d follows: %s", machine.request_id, attempt, cause.message)
@@ -344,29 +341,29 @@ class Dispatcher:
         except TargetOutOfReach as error:
             self._advance(live, live.machine.abandon(error, now), now)
             return
+        live.placement = placement
         self._advance(live, live.machine.placed(placement, now), now)
 
     def _choose(self, live: LiveRequest, wish: NeedPlacement, now: float, sequences: int = 1) -> Placement:
-        machine, generation = live.machine, live.generation
-        if machine.emitted:
-            live.chains.grow(machine.token_ids)
-        target = 0.0
-        if not machine.attempt:  # what was let in is served, late or not
-            target = self._ttft_target if generation.ttft_target is None else generation.ttft_target
-        demand = Demand(
-            wish.needs_decode,
-            wish.excluded,
-            self._turn,
-            machine.prompt_tokens,
-            output=generation.sampling.max_tokens - machine.emitted,
-            session=generation.session,
-            sequences=sequences,
-            ttft_target=target,
-        )
-        placement, live.decision = self._placer.place(live.chains, demand, machine.key, now)
-        self._placer.explanations.keep(generation.name or machine.request_id, live.decision)
+        demand = live.demand(wish, self._turn, self._ttft_target, self._breakers.barred(now), sequences)
+        placement, live.decision = self._placer.place(live.chains, demand, live.machine.key, now)
+        self._placer.explanations.keep(live.generation.name or live.machine.request_id, live.decision)
         self._turn += 1
+        for peer in placement.peers:
+            self._breakers.chosen(peer, now)
         return placement
+
+    def _blame(self, peers: frozenset[Peer], reason: str, now: float) -> None:
+        for peer in self._breakers.failed(peers, reason, now):
+            _log.warning("worker %s gets no new work while another is there: %s", peer, reason)
+
+    def _credit(self, placement: Placement | None, stage: Stage, now: float) -> None:
+        """Both legs have done their part once decode has taken over; prefill alone where it is the only one."""
+        if placement is None or (stage is Stage.PREFILLED) != (placement.decode is None):
+            return
+        for peer in placement.peers:
+            if self._breakers.answered(peer, now):
+                _log.info("worker %s serves again", peer)
 
     def _emit(self, live: LiveRequest, emit: Emit, now: float) -> None:
         machine, metrics = live.machine, self._metrics
@@ -377,12 +374,17 @@ class Dispatcher:
             if emit.stage is Stage.PREFILLED and live.decision is not None:
                 metrics.ttft_error.observe(self._placer.first_token(live.decision, now))
             live.answered = True
+            self._credit(live.placement, emit.stage, now)
         live.mailbox.put(emit.token_ids, emit.finish_reason, report, emit.logprobs, emit.prompt_logprobs)
         metrics.output_tokens.inc(len(emit.token_ids))
         if emit.finish_reason is not None:
             metrics.ended("finished", emit.finish_reason)
             metrics.paced(machine.timeline, machine.emitted, now)
             metrics.e2e.observe(now - machine.timeline.submitted)
+
+    def _note_deadline(self, live: LiveRequest) -> None:
+        if not live.machine.ended:
+            self._deadline = min(self._deadline, live.machine.deadline)
 
     def _forget(self, live: LiveRequest, now: float) -> None:
         machine = live.machine

@@ -72,6 +72,14 @@ class Emit:
 
 
 @dataclass(frozen=True, slots=True)
+class Blame:
+    """One of these workers failed an attempt; which of them, cannot be told. Nothing to do but to note it."""
+
+    peers: frozenset[Peer]
+    cause: KVFerryError
+
+
+@dataclass(frozen=True, slots=True)
 class Retry:
     """An attempt failed with ``cause`` and another will follow; nothing to do but to count and log it."""
 
@@ -86,4 +94,4 @@ class Fail:
     error: KVFerryError
 
 
-Instruction = NeedPlacement | SendReserve | SendPrefill | SendCancel | Emit | Retry | Fail
+Instruction = NeedPlacement | SendReserve | SendPrefill | SendCancel | Emit | Blame | Retry | Fail

@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from protocol.histogram import SECONDS
 from router.block_index import BlockIndex
+from router.breaker import BreakerState, BreakerView
 from router.front.generation import GenerationReport
 from router.instructions import Stage
 from router.kv_feed import KVFeeds
@@ -77,10 +78,16 @@ class WorkerCollector(Collector):
 
     Args:
         workers: gives all known workers.
+        breaker: shows a worker's.
     """
 
-    def __init__(self, workers: Callable[[], Sequence[Worker]]) -> None:
+    def __init__(
+        self,
+        workers: Callable[[], Sequence[Worker]],
+        breaker: Callable[[Worker], BreakerView] = lambda _: BreakerView(),
+    ) -> None:
         self._workers = workers
+        self._breaker = breaker
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: names are not checked against others, and no scrape is made for it."""
@@ -105,6 +112,24 @@ class WorkerCollector(Collector):
             for worker in live:
                 gauge.add_metric((worker.peer.name, worker.profile.role), value(worker))
             yield gauge
+        barred = GaugeMetricFamily(
+            "kvferry_worker_breaker_open",
+            "1 when the worker gets no new work while another is there, for it failed too often.",
+            labels=("worker", "role"),
+        )
+        openings = CounterMetricFamily(
+            "kvferry_worker_breaker_openings",
+            "How often a worker's circuit breaker has opened.",
+            labels=("worker", "role"),
+        )
+        for worker in known:
+            view = self._breaker(worker)
+            openings.add_metric((worker.peer.name, worker.profile.role), view.openings)
+            if worker.live:
+                closed = view.state is BreakerState.CLOSED
+                barred.add_metric((worker.peer.name, worker.profile.role), float(not closed))
+        yield barred
+        yield openings
         totals = [(worker.peer.name, worker.profile.role, worker.totals) for worker in known]
         for name, (text, field) in _WORKER_COUNTERS.items():
             counter = CounterMetricFamily(name, text, labels=("worker", "role"))
@@ -143,6 +168,7 @@ class RouterMetrics:
         live_requests: gives the number of live requests.
         index: of the workers' prefix caches.
         feeds: that keep it.
+        breaker: shows a worker's.
     """
 
     def __init__(
@@ -151,9 +177,10 @@ class RouterMetrics:
         live_requests: Callable[[], int],
         index: BlockIndex,
         feeds: KVFeeds,
+        breaker: Callable[[Worker], BreakerView] = lambda _: BreakerView(),
     ) -> None:
         registry = CollectorRegistry()
-        registry.register(WorkerCollector(workers))
+        registry.register(WorkerCollector(workers, breaker))
         self._registry = registry
         self.requests = Counter(
             "kvferry_requests", "Requests that ended, by outcome and error.", ("outcome", "code"), registry=registry

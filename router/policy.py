@@ -13,15 +13,17 @@ import numpy as np
 
 from protocol.errors import NoWorkerAvailable
 from protocol.ids import Peer
-from protocol.messages import WorkerProfile
 from router.fleet import Bools, Fleet, Floats, Rows
 from router.forecast import HORIZON, Forecast
+from router.pairing import mismatch
 from router.registry import Worker
 
 CANDIDATES = 16
 """Workers of each role that pairs are made of, the cheapest; all of them where no pair of these fits."""
 AVOIDED = 1e12
 """What an excluded worker costs more than any other."""
+BARRED = 10 * AVOIDED
+"""The same of one whose breaker is open."""
 LINK_USE = 0.1
 """What a second of a link costs where nobody waits for it."""
 LATE = 100.0
@@ -43,6 +45,7 @@ class Demand:
         session: whose requests go together; "" when that is not known.
         sequences: that one prefill comes to.
         ttft_target: seconds within which the first token is to come; 0 for no bound.
+        barred: peers that get nothing while there are others, those to be avoided among them.
     """
 
     needs_decode: bool
@@ -53,6 +56,7 @@ class Demand:
     session: str = ""
     sequences: int = 1
     ttft_target: float = 0.0
+    barred: frozenset[Peer] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,11 @@ class Placement:
     prefill: Worker
     decode: Worker | None
     local: str = ""
+
+    @property
+    def peers(self) -> frozenset[Peer]:
+        """Each worker once."""
+        return frozenset(worker.peer for worker in (self.prefill, self.decode) if worker is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,18 +186,6 @@ POLICIES: dict[str, Policy] = {
 """Every policy by name."""
 
 
-def mismatch(prefill: WorkerProfile, decode: WorkerProfile) -> str | None:
-    """Why the two cannot serve one request together, naming both values; None when they can."""
-    if prefill.model != decode.model:
-        return f"model: {prefill.model!r} here, {decode.model!r} there"
-    if prefill.vocab_size != decode.vocab_size:
-        return f"vocab_size: {prefill.vocab_size} here, {decode.vocab_size} there"
-    fatal = prefill.layout.geometry_differences(decode.layout)
-    if fatal:
-        return "; ".join(fatal)
-    return None if prefill.peer_endpoint else "prefill announces no endpoint for other workers"
-
-
 @dataclass(frozen=True, slots=True)
 class Choice:
     """A pair of rows, and what they were chosen from.
@@ -211,7 +208,7 @@ class Choice:
 def place_alone(policy: str, snapshot: Snapshot, demand: Demand, rows: Rows, local: str) -> Choice:
     """The one of some decode workers that ``policy`` likes best, for prompt and output alike."""
     ranking = POLICIES[policy](snapshot, demand)
-    avoided = _avoided(snapshot.fleet, demand.excluded)
+    avoided = _avoided(snapshot.fleet, demand)
     chosen = _best(ranking.decode if avoided is None else ranking.decode + avoided, rows, ranking, demand)
     return Choice(chosen, chosen if demand.needs_decode else None, rows, rows, ranking, local)
 
@@ -228,7 +225,7 @@ def place(policy: str, snapshot: Snapshot, demand: Demand) -> Choice:
     if demand.needs_decode and not fleet.able("decode").size:
         raise NoWorkerAvailable("no decode worker is available")
     ranking = POLICIES[policy](snapshot, demand)
-    avoided = _avoided(fleet, demand.excluded)
+    avoided = _avoided(fleet, demand)
     prefill = ranking.prefill if avoided is None else ranking.prefill + avoided
     decode = ranking.decode if avoided is None else ranking.decode + avoided
     if not demand.needs_decode:
@@ -295,12 +292,12 @@ def _cheapest(costs: Floats, rows: Rows, bound: int) -> Rows:
     return rows[np.sort(np.argpartition(costs[rows], bound)[:bound])]
 
 
-def _avoided(fleet: Fleet, excluded: frozenset[Peer]) -> Floats | None:
-    rows = [row for row in map(fleet.find, excluded) if row is not None]
-    if not rows:
+def _avoided(fleet: Fleet, demand: Demand) -> Floats | None:
+    if not demand.excluded and not demand.barred:
         return None
     extra = np.zeros(len(fleet))
-    extra[rows] = AVOIDED
+    for peers, more in ((demand.excluded, AVOIDED), (demand.barred, BARRED)):
+        extra[[row for row in map(fleet.find, peers) if row is not None]] += more
     return extra
 
 

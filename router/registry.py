@@ -2,8 +2,9 @@
 
 Life of a worker here: it joins with its first heartbeat, is lost when heartbeats stop, when its connection ends and no
 heartbeat comes over a new one at once, when its step loop is wedged or a frame cannot be queued for it, joins again
-when it beats well, is replaced by a newer incarnation of the same name, and is forgotten when it was lost for long. A
-worker that drains is live, but takes no new work.
+when it beats well, is replaced by a newer incarnation of the same name, and is forgotten when it was lost for long. One
+that has a new connection is lost and joins in one: it lives, but what it was sent may not have come. A worker that
+drains is live, but takes no new work.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ MAX_WORKERS = 4096
 """Names that are remembered at most; heartbeats of further ones are not heard."""
 
 
+RENEWED = "its connection was made anew, and what was on its way may be lost"
+"""Why work that is under way begins anew though its worker lives."""
 RECONNECTING = 0.25
 """Seconds in which a worker whose connection has ended beats over a new one, if it lives."""
 
@@ -129,6 +132,14 @@ class WorkerRegistry:
         if worker.accepts_work and not (same and known is not None and known.accepts_work):
             events.append(WorkerJoined(sender, returned=same))
         return events
+
+    def renewed(self, identity: bytes) -> list[WorkerEvent]:
+        """Whoever has that identity has a new connection in place of another one."""
+        for worker in self._workers.values():
+            if worker.identity == identity and worker.live:
+                lost = WorkerLost(worker.peer, RENEWED)
+                return [lost, WorkerJoined(worker.peer, returned=True)] if worker.accepts_work else [lost]
+        return []
 
     def disconnected(self, identity: bytes, now: float) -> None:
         """The last connection of whoever has that identity ended: its process did, or it makes another one."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from protocol.errors import (
     AttemptsExhausted,
@@ -31,8 +30,10 @@ from protocol.errors import (
 from protocol.ids import Peer, RequestKey
 from protocol.messages import MAX_TEXT, MAX_TOKENS, Failed, Prefill, PrefillAddress, PromptLogprobs, Reserve, Tokens
 from router.admission import check_generation
+from router.breaker import is_fault
 from router.front.generation import Generation
 from router.instructions import (
+    Blame,
     Emit,
     Fail,
     Instruction,
@@ -46,6 +47,7 @@ from router.instructions import (
 from router.policy import Placement
 from router.priority import seniority
 from router.prompt_record import PromptRecord
+from router.request_limits import RequestLimits
 from router.request_table import REQUEST_TABLE, RequestEvent, RequestState
 from router.timeline import Timeline
 
@@ -53,21 +55,6 @@ MAX_ATTEMPT = 1 << 16
 """Highest attempt number the wire can carry; only a request preempted without end gets there."""
 MAX_BACKOFF = 1.0
 """Longest pause between two attempts, in seconds."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RequestLimits:
-    """Bounds on one request; see ``RouterConfig`` for each. Times in seconds."""
-
-    max_attempts: int = 4
-    worker_wait: float = 5.0
-    worker_wait_first: float = 0.0
-    retry_backoff: float = 0.05
-    reorder_grace: float = 2.0
-    stall_timeout: float = 60.0
-    lease_ttl: float = 30.0
-    request_timeout: float = 600.0
-    priority_aging: float = 2.0
 
 
 class RequestMachine:
@@ -245,7 +232,8 @@ class RequestMachine:
         error = message.error.to_error()
         # A transfer takes two; which of them is at fault, nobody can tell from here.
         culprits = {prefill, decode} if isinstance(error, TransferError) else {sender}
-        return self._set_back(error, culprits, now, mendable=error.retryable)
+        blame = [Blame(frozenset(filter(None, culprits)), error)] if is_fault(error) else []
+        return [*blame, *self._set_back(error, culprits, now, mendable=error.retryable)]
 
     def worker_lost(self, peer: Peer, reason: str, now: float) -> list[Instruction]:
         """A worker is gone."""
@@ -344,8 +332,8 @@ class RequestMachine:
     def _stalled(self, now: float) -> list[Instruction]:
         _, decode = self._legs()
         assert decode is not None, "only a decode worker's silence is timed"
-        silent = f"worker {decode.name} sent no token for {self._limits.stall_timeout:g} s"
-        return self._set_back(WorkerLost(silent), {decode}, now, mendable=True)
+        silent = WorkerLost(f"worker {decode.name} sent no token for {self._limits.stall_timeout:g} s")
+        return [Blame(frozenset({decode}), silent), *self._set_back(silent, {decode}, now, mendable=True)]
 
     def _set_back(
         self, cause: KVFerryError, culprits: Collection[Peer | None], now: float, *, mendable: bool

@@ -23,14 +23,16 @@ from protocol.ids import Peer
 from protocol.loops import Loops
 from protocol.messages import Message
 from protocol.sockets import Hub
+from router.breaker import BreakerLimits, Breakers, BreakerView
 from router.config import RouterConfig
-from router.dispatcher import Dispatcher, LiveRequest
+from router.dispatcher import Dispatcher
 from router.front.generation import Generation, Output, ServiceHealth
+from router.live_request import LiveRequest
 from router.local_prefill import LocalPrefillRule
 from router.metrics import RouterMetrics
 from router.placer import Placer, PlacerConfig
 from router.registry import Worker, WorkerRegistry
-from router.request import RequestLimits
+from router.request_limits import RequestLimits
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +57,11 @@ class Service:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._registry = WorkerRegistry(config.worker_timeout, config.step_age_bound, config.forget_after)
+        self._breakers = Breakers(
+            BreakerLimits(
+                failures=config.breaker_failures, window=config.breaker_window, cooldown=config.breaker_cooldown
+            )
+        )
         placing = PlacerConfig(
             model=config.model,
             policy=config.policy,
@@ -64,7 +71,11 @@ class Service:
         )
         self._placer = Placer(placing, self._registry)
         self._metrics = RouterMetrics(
-            self._registry.workers, lambda: self._dispatcher.live_requests, self._placer.index, self._placer.feeds
+            self._registry.workers,
+            lambda: self._dispatcher.live_requests,
+            self._placer.index,
+            self._placer.feeds,
+            lambda worker: self._breakers.view(worker.peer),
         )
         self._dispatcher = Dispatcher(
             model=config.model,
@@ -83,6 +94,7 @@ class Service:
             max_requests=config.max_requests,
             ttft_target=config.ttft_target,
             registry=self._registry,
+            breakers=self._breakers,
             metrics=self._metrics,
             send=self._send,
         )
@@ -211,7 +223,9 @@ class Service:
             "policy": self._config.policy,
             "live_requests": self._dispatcher.live_requests,
             "max_model_len": self.max_model_len,
-            "workers": [_describe(worker, now) for worker in self._registry.workers()],
+            "workers": [
+                _describe(worker, self._breakers.view(worker.peer), now) for worker in self._registry.workers()
+            ],
         }
 
     def explain(self, name: str) -> list[dict[str, Any]]:
@@ -240,6 +254,8 @@ class Service:
                 except ProtocolError as error:
                     self._complain(f"bad frame: {error.message}")
                     continue
+                if hub.renewed:
+                    self._dispatcher.renewed(identity, time.monotonic())
                 if not self._dispatcher.receive(identity, envelope, time.monotonic()):
                     self._complain(
                         f"{envelope.sender} sent a {type(envelope.body).__name__}, which is not for a router"
@@ -263,7 +279,7 @@ class Service:
             await asyncio.sleep(min(TICK, max(SHORTEST_TICK, self._dispatcher.deadline - now)))
 
 
-def _describe(worker: Worker, now: float) -> dict[str, Any]:
+def _describe(worker: Worker, breaker: BreakerView, now: float) -> dict[str, Any]:
     profile = worker.profile
     state = "lost" if not worker.live else "draining" if worker.load.draining else "live"
     return {
@@ -272,6 +288,7 @@ def _describe(worker: Worker, now: float) -> dict[str, Any]:
         "role": profile.role,
         "state": state,
         "reason": worker.lost,
+        "breaker": {"state": breaker.state.value, "reason": breaker.reason, "openings": breaker.openings},
         "last_seen_s": round(now - worker.last_seen, 3),
         "device": profile.device,
         "pid": profile.pid,

@@ -170,6 +170,52 @@ def handoff_command(
         raise typer.Exit(1)
 
 
+@bench_app.command("router")
+def router_command(
+    model: Annotated[
+        str, typer.Option("--model", help="A known name, or the directory of a checkpoint; only its tokenizer is used.")
+    ] = DEFAULT_PRESET,
+    runs: Annotated[int, typer.Option(min=1, help="First tokens; a tenth as often a client leaves.")] = 500,
+    streams: Annotated[str, typer.Option(help="Side by side, as 1,64.")] = "64",
+    rate: Annotated[float, typer.Option(min=1, help="Tokens a second over all streams.")] = 5000.0,
+    seconds: Annotated[float, typer.Option(min=0.01, max=3600, help="That streams take at that rate.")] = 5.0,
+    requests: Annotated[int, typer.Option(min=0, help="Short ones, over which memory is looked at.")] = 10_000,
+    json: Json = None,
+) -> None:
+    """Measure what a router costs: three processes, with workers that have no model and answer at once.
+
+    Where there are two cores, the router has one to itself.
+    """
+    import msgspec
+
+    from cluster.bench.case import parse_counts
+    from cluster.bench.report import write_bytes
+    from cluster.bench.router.figures import stream_table, summary
+    from cluster.bench.router.measure import RouterOptions, measure_router
+    from cluster.event_loop import new_loop
+    from cluster.model_store import resolve_model
+    from cluster.signals import exit_on_terminate, run_until_terminated
+
+    options = RouterOptions(
+        tokenizer=resolve_model(model),
+        runs=runs,
+        streams=parse_counts(streams, field="streams"),
+        tokens_per_second=rate,
+        seconds=seconds,
+        requests=requests,
+    )
+    errors = Console(stderr=True)
+    with exit_on_terminate(), errors.status("starting") as status:
+        report = run_until_terminated(measure_router(options, status.update), loop_factory=new_loop)
+    out = Console()
+    out = out if out.is_terminal else Console(width=TABLE_WIDTH)
+    for line in summary(report):
+        out.print(line, highlight=False)
+    out.print(stream_table(report))
+    if json is not None:
+        write_bytes(json, msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n", field="json")
+
+
 @bench_app.command("attention")
 def attention_command(
     model: Annotated[

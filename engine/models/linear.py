@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
+from engine.fused import FusedOps
 from engine.native.library import Kernels, kernels_for
 
 _TILE_OUTPUTS, _TILE_INPUTS = 16, 32
@@ -49,12 +50,16 @@ class Linear:
         assert weight.shape == self._weight.shape
         self._weight = weight
 
-    def pack(self) -> None:
-        """Reorder the weight for the CPU's matrix units, where there are any that we know; drops the plain one."""
+    def pack(self, *, gated: bool = False) -> None:
+        """Reorder the weight for the CPU's matrix units, where there are any that we know; drops the plain one.
+
+        Args:
+            gated: it will be called through :meth:`silu_and_mul` only.
+        """
         weight = self._weight
         if weight.device.type != "cpu":
             return
-        native = NativeWeight.of(weight)
+        native = NativeWeight.of(weight, gated=gated)
         packed = None if native is not None else self._reordered()
         if native is None and packed is None:
             return
@@ -80,6 +85,12 @@ class Linear:
         result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
         return result
 
+    def silu_and_mul(self, x: torch.Tensor, ops: FusedOps) -> torch.Tensor:
+        """[N, outputs / 2] of ``x`` [N, inputs]: SiLU of the first half of what a call gives times the second."""
+        if self._native is not None:
+            return self._native.product(x, self._bias)
+        return ops.silu_and_mul(self(x))
+
 
 class NativeWeight:
     """A bfloat16 weight in the order of our own kernel; :meth:`of` makes one where that is possible.
@@ -88,37 +99,47 @@ class NativeWeight:
         kernels: the built library.
         weight: [outputs, inputs], bfloat16; copied.
         kind: which dot products to use, as :attr:`Kernels.linear_kind`; the CPU must have them.
+        gated: a product is SiLU of its first half times its second; ``outputs`` is even.
     """
 
-    def __init__(self, kernels: Kernels, weight: torch.Tensor, kind: int) -> None:
-        self._outputs, self._inputs = weight.shape
+    def __init__(self, kernels: Kernels, weight: torch.Tensor, kind: int, *, gated: bool = False) -> None:
+        self._rows, self._inputs = weight.shape
         self._padded = -(-self._inputs // _TILE_INPUTS) * _TILE_INPUTS
-        rows = -(-self._outputs // _TILE_OUTPUTS) * _TILE_OUTPUTS
-        self._packed = weight.new_zeros(rows * self._padded)
-        self._kernel = kernels.linear
+        # The panels of the two halves take turns.
+        parts = weight.chunk(2) if gated else (weight,)
+        self._outputs = self._rows // len(parts)
+        panels = -(-self._outputs // _TILE_OUTPUTS)
+        panel = _TILE_OUTPUTS * self._padded
+        self._packed = kernels.weight_memory.take(len(parts) * panels * panel, weight.dtype)
+        self._kernel = kernels.gated_linear if gated else kernels.linear
         self._kind = kind
         self._threads = torch.get_num_threads()
-        weight = weight.contiguous()
-        kernels.linear_pack(weight.data_ptr(), self._packed.data_ptr(), self._outputs, self._inputs)
+        for index, part in enumerate(parts):
+            rows, first = part.contiguous(), self._packed[index * panel :]
+            kernels.linear_pack(rows.data_ptr(), first.data_ptr(), self._outputs, self._inputs, len(parts))
 
     @classmethod
-    def of(cls, weight: torch.Tensor) -> NativeWeight | None:
+    def of(cls, weight: torch.Tensor, *, gated: bool = False) -> NativeWeight | None:
         """``weight`` packed, where the CPU has dot products of bfloat16 and the kernels are there."""
         kernels = kernels_for(weight.dtype, weight.device)
         if kernels is None or kernels.linear_kind == 0 or weight.dtype != torch.bfloat16:
             return None
-        return cls(kernels, weight, kernels.linear_kind)
+        return cls(kernels, weight, kernels.linear_kind, gated=gated)
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """``x @ weight.T + bias``, [N, outputs] of ``x`` [N, inputs]; each row alone, whatever the others are."""
+        """Of ``x`` [N, inputs]; each row alone, whatever the others are.
+
+        Returns:
+            [N, outputs], ``x @ weight.T + bias``; or what is ``gated`` of it, [N, outputs / 2].
+        """
         if self._padded != self._inputs:
             x = functional.pad(x, (0, self._padded - self._inputs))
         elif not x.is_contiguous():
             x = x.contiguous()
-        rows = x.shape[0]
-        out = x.new_empty(rows, self._outputs)
+        tokens = x.shape[0]
+        out = x.new_empty(tokens, self._outputs)
         self._kernel(
             *(self._kind, x.data_ptr(), self._packed.data_ptr(), None if bias is None else bias.data_ptr()),
-            *(out.data_ptr(), rows, self._outputs, self._padded, self._threads),
+            *(out.data_ptr(), tokens, self._rows, self._padded, self._threads),
         )
         return out

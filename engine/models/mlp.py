@@ -49,13 +49,12 @@ class GatedMLP:
 
     def seal(self) -> None:
         """Pack the linears."""
-        self._gate_up.pack()
+        self._gate_up.pack(gated=self._activation == "silu")
         self._down.pack()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] of normed ``x`` [T, hidden]."""
-        both = self._gate_up(x)
         if self._activation == "silu":
-            return self._down(self._ops.silu_and_mul(both))
-        gate, up = both.chunk(2, dim=-1)
+            return self._down(self._gate_up.silu_and_mul(x, self._ops))
+        gate, up = self._gate_up(x).chunk(2, dim=-1)
         return self._down(functional.gelu(gate, approximate="tanh").mul_(up))

@@ -15,14 +15,16 @@ import platformdirs
 import torch
 
 from engine.native.build import build
+from engine.native.weight_memory import WeightMemory
 
 SWITCH = "KVFERRY_NATIVE"
 """Environment variable; ``0`` leaves everything to torch."""
 _POINTER, _INT, _SIZE, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "kvf_linear_kind": (),
-    "kvf_linear_pack": (*(_POINTER,) * 2, *(_SIZE,) * 2),
+    "kvf_linear_pack": (*(_POINTER,) * 2, *(_SIZE,) * 3),
     "kvf_linear": (_INT, *(_POINTER,) * 4, *(_SIZE,) * 3, _INT),
+    "kvf_gated_linear": (_INT, *(_POINTER,) * 4, *(_SIZE,) * 3, _INT),
     "kvf_add_rms_norm": (_INT, *(_POINTER,) * 4, *(_SIZE,) * 2, _FLOAT, _INT),
     "kvf_silu_and_mul": (_INT, *(_POINTER,) * 2, *(_SIZE,) * 2, _INT),
     "kvf_rope_store": (*(_INT,) * 2, *(_POINTER,) * 6, *(_SIZE,) * 5, _POINTER, *(_FLOAT,) * 2, _INT),
@@ -40,8 +42,9 @@ class Kernels:
 
     Attributes:
         linear_kind: the CPU's dot-product units for bfloat16: 0 none, 1 AVX512-BF16, 2 AMX.
-        linear_pack, linear, add_rms_norm, silu_and_mul, rope_store, paged_decode, prompt_attention: as in the sources,
-            without their prefix.
+        weight_memory: where packed weights lie.
+        linear_pack, linear, gated_linear, add_rms_norm, silu_and_mul, rope_store, paged_decode, prompt_attention: as in
+            the sources, without their prefix.
 
     Raises:
         OSError: the file is no library that this machine can load.
@@ -56,12 +59,14 @@ class Kernels:
             function.restype = _INT if name == "kvf_linear_kind" else None
         self.linear_pack = library.kvf_linear_pack
         self.linear = library.kvf_linear
+        self.gated_linear = library.kvf_gated_linear
         self.add_rms_norm = library.kvf_add_rms_norm
         self.silu_and_mul = library.kvf_silu_and_mul
         self.rope_store = library.kvf_rope_store
         self.paged_decode = library.kvf_paged_decode
         self.prompt_attention = library.kvf_prompt_attention
         self.linear_kind: int = library.kvf_linear_kind()
+        self.weight_memory = WeightMemory()
 
 
 @cache

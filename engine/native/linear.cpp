@@ -1,8 +1,13 @@
 // y = x @ weight.T + bias in bfloat16, with the weight packed once for the CPU's dot-product units.
 //
-// Packed form: tiles of 16 outputs by 32 inputs, [N/16][K/32][16][16][2], each tile one KiB and in the order in which it
-// is read. A tile is both what AMX wants as its second operand and 16 vectors for vdpbf16ps. With AMX each output is
-// summed in the same order however many rows there are: a row's result does not depend on the others of the batch.
+// Packed form: panels of 16 outputs, [N/16][K/32][16][16][2]: tiles of 16 outputs by 32 inputs, each one KiB and in the
+// order in which it is read. A tile is both what AMX wants as its second operand and 16 vectors for vdpbf16ps. With AMX
+// each output is summed in the same order however many rows there are: a row's result does not depend on the others of
+// the batch.
+//
+// A unit of work is 32 rows by a pair of panels, the most that AMX's eight tiles take. What its sums become is computed
+// while the next unit's products run. Of the two operands the one that is used again stays in the nearest cache: the
+// other is loaded past it, which is worth a third of the time.
 
 #include "vectors.h"
 
@@ -20,51 +25,78 @@ namespace {
 constexpr int kOutputs = 16;              // of a tile
 constexpr int kInputs = 32;               // of a tile
 constexpr int kTile = kOutputs * kInputs;  // elements
-constexpr int kAhead = 8;                 // tiles that are fetched ahead: memory answers later than one tile takes
+constexpr int kRows = 32;                  // of a unit
 
 #ifdef KVF_DOT
 
-inline void write(const float* sums, const bf16* bias, bf16* out, int outputs) {
-    if (outputs == kOutputs) {
-        const __m512 shift = bias ? (__m512)load(bias) : _mm512_setzero_ps();
-        const auto half = (__m256i)_mm512_cvtneps_pbh(_mm512_add_ps(_mm512_loadu_ps(sums), shift));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), half);
-        return;
-    }
-    for (int n = 0; n < outputs; ++n) out[n] = round_to<bf16>(sums[n] + (bias ? widen(bias[n]) : 0.0f));
+constexpr int kSecond = 256;  // floats from a row's sums of the first panel to those of the second
+
+// Where the sums of a pair of panels go.
+struct Target {
+    bf16* y;  // of the first row, the first panel's first output
+    int64_t stride;
+    const bf16 *first_bias, *second_bias;
+    int first, second;  // outputs of each panel; none of the second in an odd one
+    bool gated;         // one output per pair: SiLU of the first panel's times the second's
+};
+
+inline Floats shifted(const float* sums, const bf16* bias, int outputs) {
+    return bias ? load(sums) + load(bias, outputs) : load(sums);
 }
 
-// Rows of x for one tile column, by vdpbf16ps.
+inline void finish(const Target& to, const float* sums, int64_t row) {
+    bf16* y = to.y + row * to.stride;
+    const Floats first = shifted(sums, to.first_bias, to.first);
+    if (to.second <= 0) return store(y, first, to.first);
+    const Floats second = shifted(sums + kSecond, to.second_bias, to.second);
+    if (to.gated) return store(y, silu(first) * second, to.first);
+    if (to.second < kOutputs) {
+        store(y, first);
+        return store(y + kOutputs, second, to.second);
+    }
+    _mm512_storeu_si512(y, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+}
+
+// R rows of x times a panel, by vdpbf16ps.
 template <int R>
-void dot_rows(const bf16* x, const bf16* packed, const bf16* bias, bf16* y, int64_t K, int64_t stride, int outputs) {
+void dot_rows(const bf16* x, const bf16* panel, int64_t K, float* to) {
+    constexpr int ahead = 8 * kTile;  // memory answers later than one tile takes
     __m512 sums[R];
     for (int r = 0; r < R; ++r) sums[r] = _mm512_setzero_ps();
-    for (int64_t k = 0; k < K; k += 2, packed += 2 * kOutputs) {
-        const __m512bh w = (__m512bh)_mm512_loadu_si512(packed);
-        _mm_prefetch(reinterpret_cast<const char*>(packed + kAhead * kTile), _MM_HINT_T0);
+    for (int64_t k = 0; k < K; k += 2, panel += 2 * kOutputs) {
+        const __m512bh w = (__m512bh)_mm512_loadu_si512(panel);
+        _mm_prefetch(reinterpret_cast<const char*>(panel + ahead), _MM_HINT_T0);
         for (int r = 0; r < R; ++r) {
             int32_t pair;
             __builtin_memcpy(&pair, x + r * K + k, sizeof pair);
             sums[r] = _mm512_dpbf16_ps(sums[r], w, (__m512bh)_mm512_set1_epi32(pair));
         }
     }
-    for (int r = 0; r < R; ++r) {
-        alignas(64) float line[kOutputs];
-        _mm512_store_ps(line, sums[r]);
-        write(line, bias, y + r * stride, outputs);
-    }
+    for (int r = 0; r < R; ++r) _mm512_storeu_ps(to + r * kOutputs, sums[r]);
 }
 
-void dot_panel(const bf16* x, const bf16* packed, const bf16* bias, bf16* y, int64_t M, int64_t K, int64_t stride,
-               int outputs) {
-    int64_t m = 0;
-    for (; m + 8 <= M; m += 8) dot_rows<8>(x + m * K, packed, bias, y + m * stride, K, stride, outputs);
-    for (; m + 4 <= M; m += 4) dot_rows<4>(x + m * K, packed, bias, y + m * stride, K, stride, outputs);
-    for (; m < M; ++m) dot_rows<1>(x + m * K, packed, bias, y + m * stride, K, stride, outputs);
+template <int R>
+int64_t dot_unit(const bf16* x, const bf16* first, const bf16* second, int64_t K, const Target& to, int64_t row) {
+    alignas(64) float sums[2 * kSecond];
+    dot_rows<R>(x + row * K, first, K, sums);
+    if (to.second > 0) dot_rows<R>(x + row * K, second, K, sums + kSecond);
+    for (int r = 0; r < R; ++r) finish(to, sums + r * kOutputs, row + r);
+    return row + R;
+}
+
+void dot_pair(const bf16* x, const bf16* first, const bf16* second, int64_t M, int64_t K, const Target& to) {
+    int64_t row = 0;
+    while (row + 8 <= M) row = dot_unit<8>(x, first, second, K, to, row);
+    while (row + 4 <= M) row = dot_unit<4>(x, first, second, K, to, row);
+    while (row < M) row = dot_unit<1>(x, first, second, K, to, row);
 }
 
 #endif
 #ifdef KVF_AMX
+
+constexpr int64_t kMostInputs = 640;      // of a pair of panels, so that they stay in the nearest cache
+constexpr int kKept = 4;                  // units whose sums stay there too, where K is cut
+constexpr int64_t kMostRowBytes = 768 << 10;  // of x, so that all pairs find it in the second cache
 
 struct alignas(64) TileConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -73,58 +105,172 @@ struct alignas(64) TileConfig {
 };
 
 // Tiles 0 1 2 3: sums; 4 5: rows of x; 6 7: the weight.
-void configure(int upper, int lower) {
+void configure(int rows) {
     TileConfig config;
-    const int rows[8] = {upper, upper, lower, lower, upper, lower, 16, 16};
+    const int upper = rows < 16 ? rows : 16, lower = rows > 16 ? rows - 16 : 1;
+    const int of_tile[8] = {upper, upper, lower, lower, upper, lower, 16, 16};
     for (int tile = 0; tile < 8; ++tile) {
         config.columns[tile] = 64;
-        config.rows[tile] = static_cast<uint8_t>(rows[tile]);
+        config.rows[tile] = static_cast<uint8_t>(of_tile[tile]);
     }
+    asm volatile("" ::: "memory");  // GCC knows of the first eight bytes only that they are read
     _tile_loadconfig(&config);
 }
 
-inline void fetch(const bf16* tile) {
-    const char* line = reinterpret_cast<const char*>(tile + kAhead * kTile);
-    for (int at = 0; at < 1024; at += 64) _mm_prefetch(line + at, _MM_HINT_T0);
-}
+// Sums that wait to be finished: [2 halves of the rows][2 panels][16][16].
+struct Waiting {
+    const float* sums = nullptr;
+    Target to = {};
+    int next = 0, rows = 0;
 
-// Up to 16 rows, two tile columns.
-void amx_narrow(const bf16* x, const bf16* first, const bf16* second, float* sums, int64_t K) {
-    _tile_zero(0);
-    _tile_zero(1);
-    for (int64_t k = 0; k < K; k += kInputs, first += kTile, second += kTile) {
-        fetch(first);
-        fetch(second);
-        _tile_loadd(4, x + k, K * 2);
-        _tile_loadd(6, first, 64);
-        _tile_loadd(7, second, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
+    void some(int count) {
+        for (; count > 0 && next < rows; --count, ++next)
+            finish(to, sums + next / 16 * 2 * kSecond + next % 16 * kOutputs, next);
     }
+};
+
+// Multiplies K inputs of a unit. again: `sums` has what earlier inputs gave. rows_stay: what is loaded past the nearest
+// cache is the weight and not x. to: where the outputs go after these inputs; null before the last.
+template <bool rows_stay>
+void amx_unit(const bf16* x, int64_t stride, const bf16* first, const bf16* second, int64_t K, int rows, bool again,
+              float* sums, Waiting& waiting, const Target* to) {
+    int fetched = to ? 0 : rows;
+    if (again) {
+        _tile_loadd(0, sums, 64);
+        _tile_loadd(1, sums + 256, 64);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+    }
+    if (rows > 16) {
+        if (again) {
+            _tile_loadd(2, sums + 512, 64);
+            _tile_loadd(3, sums + 768, 64);
+        } else {
+            _tile_zero(2);
+            _tile_zero(3);
+        }
+        for (int64_t k = 0; k < K; k += kInputs, first += kTile, second += kTile) {
+            if (rows_stay) {
+                _tile_loadd(4, x + k, stride * 2);
+                _tile_stream_loadd(6, first, 64);
+                _tile_stream_loadd(7, second, 64);
+                _tile_loadd(5, x + 16 * stride + k, stride * 2);
+            } else {
+                _tile_stream_loadd(4, x + k, stride * 2);
+                _tile_loadd(6, first, 64);
+                _tile_loadd(7, second, 64);
+                _tile_stream_loadd(5, x + 16 * stride + k, stride * 2);
+            }
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            waiting.some(2);
+            for (int i = 0; i < 2 && fetched < rows; ++i, ++fetched)  // else the stores wait, and loads for them
+                __builtin_prefetch(to->y + fetched * to->stride, 1);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    } else {
+        for (int64_t k = 0; k < K; k += kInputs, first += kTile, second += kTile) {
+            _tile_loadd(4, x + k, stride * 2);
+            _tile_stream_loadd(6, first, 64);
+            _tile_stream_loadd(7, second, 64);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            waiting.some(1);
+        }
+    }
+    waiting.some(kRows);
     _tile_stored(0, sums, 64);
     _tile_stored(1, sums + 256, 64);
+    if (rows > 16) {
+        _tile_stored(2, sums + 512, 64);
+        _tile_stored(3, sums + 768, 64);
+    }
 }
 
-// 17 to 32 rows, two tile columns.
-void amx_wide(const bf16* x, const bf16* first, const bf16* second, float* sums, int64_t K) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int64_t k = 0; k < K; k += kInputs, first += kTile, second += kTile) {
-        _tile_loadd(4, x + k, K * 2);
-        _tile_loadd(6, first, 64);
-        _tile_loadd(7, second, 64);
-        _tile_loadd(5, x + 16 * K + k, K * 2);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
+// Buffers and the state between units of one thread.
+class AmxRows {
+  public:
+    explicit AmxRows(int64_t K) : K_(K) {
+        const int64_t cuts = (K + kMostInputs - 1) / kMostInputs;
+        cut_ = (K + cuts * kInputs - 1) / (cuts * kInputs) * kInputs;
     }
-    _tile_stored(0, sums, 64);
-    _tile_stored(1, sums + 256, 64);
-    _tile_stored(2, sums + 512, 64);
-    _tile_stored(3, sums + 768, 64);
+
+    // `rows` rows of x times a pair.
+    void pair(const bf16* x, const bf16* first, const bf16* second, int64_t rows, const Target& to) {
+        for (int64_t group = 0; group < rows; group += kKept * kRows) {
+            const int64_t end = least(rows, group + kKept * kRows);
+            for (int64_t k = 0; k < K_; k += cut_)
+                for (int64_t row = group; row < end; row += kRows) {
+                    const int count = static_cast<int>(least(kRows, rows - row));
+                    const bool last = k + cut_ >= K_;
+                    float* sums = K_ > cut_ ? kept_[turn_ * kKept + (row - group) / kRows] : kept_[turn_];
+                    if (count != configured_) configure(configured_ = count);
+                    Target unit = to;
+                    unit.y += row * to.stride;
+                    (rows <= kRows ? amx_unit<true> : amx_unit<false>)(
+                        x + row * K_ + k, K_, first + k * kOutputs, second + k * kOutputs, least(cut_, K_ - k), count,
+                        k > 0, sums, waiting_, last ? &unit : nullptr);
+                    if (!last) continue;
+                    waiting_ = Waiting{sums, unit, 0, count};
+                    if (K_ == cut_) turn_ ^= 1;
+                }
+            if (K_ > cut_) turn_ ^= 1;
+        }
+    }
+
+    void end() {
+        waiting_.some(kRows);
+        _tile_release();
+    }
+
+  private:
+    int64_t K_, cut_;
+    int configured_ = 0, turn_ = 0;
+    Waiting waiting_;
+    alignas(64) float kept_[2 * kKept][4 * 256];
+};
+
+#endif
+#ifdef KVF_DOT
+
+void multiply(int kind, const bf16* x, const bf16* packed, const bf16* bias, bf16* y, int64_t M, int64_t N, int64_t K,
+              bool gated, int threads) {
+    const int64_t outputs = gated ? N / 2 : N, step = gated ? kOutputs : 2 * kOutputs;
+    const int64_t pairs = (outputs + step - 1) / step, size = K * kOutputs;
+    const int64_t apart = gated ? outputs : kOutputs;  // from a panel's outputs to those of the other of its pair
+    const auto target = [&](int64_t pair, int64_t row) {
+        const int64_t n = pair * step, left = outputs - n;
+        const int first = static_cast<int>(least(kOutputs, left));
+        const int second = gated ? first : static_cast<int>(least(kOutputs, left - kOutputs));
+        const bf16 *first_bias = bias ? bias + n : nullptr, *second_bias = bias ? bias + n + apart : nullptr;
+        return Target{y + row * outputs + n, outputs, first_bias, second_bias, first, second, gated};
+    };
+    const auto panel = [&](int64_t pair, int64_t second) { return packed + (2 * pair + second) * size; };
+#ifdef KVF_AMX
+    if (kind == 2) {
+        const int64_t group = kKept * kRows, fitting = kMostRowBytes / (2 * K) / group * group;
+        const int64_t most = fitting > group ? fitting : group;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+        {
+            AmxRows rows(K);
+            for (int64_t row = 0; row < M; row += most)
+#pragma omp for schedule(static) nowait
+                for (int64_t pair = 0; pair < pairs; ++pair) {
+                    const Target to = target(pair, row);
+                    rows.pair(x + row * K, panel(pair, 0), panel(pair, to.second > 0), least(most, M - row), to);
+                }
+            rows.end();
+        }
+        return;
+    }
+#endif
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t pair = 0; pair < pairs; ++pair) {
+        const Target to = target(pair, 0);
+        dot_pair(x, panel(pair, 0), panel(pair, to.second > 0), M, K, to);
+    }
 }
 
 #endif
@@ -145,12 +291,12 @@ extern "C" int kvf_linear_kind() {
 #endif
 }
 
-// Pack weight [N, K] into [ceil(N / 16), ceil(K / 32), 16, 16, 2], padded with zeros.
-extern "C" void kvf_linear_pack(const bf16* weight, bf16* packed, int64_t N, int64_t K) {
+// Pack weight [N, K] into panels, `step` of them from one to the next; the zeros there are its padding.
+extern "C" void kvf_linear_pack(const bf16* weight, bf16* packed, int64_t N, int64_t K, int64_t step) {
     const int64_t columns = (K + kInputs - 1) / kInputs;
     for (int64_t n = 0; n < N; ++n)
         for (int64_t k = 0; k < K; ++k) {
-            bf16* tile = packed + ((n / kOutputs) * columns + k / kInputs) * kTile;
+            bf16* tile = packed + ((n / kOutputs) * step * columns + k / kInputs) * kTile;
             tile[((k % kInputs) / 2) * 2 * kOutputs + (n % kOutputs) * 2 + k % 2] = weight[n * K + k];
         }
 }
@@ -159,34 +305,15 @@ extern "C" void kvf_linear_pack(const bf16* weight, bf16* packed, int64_t N, int
 extern "C" void kvf_linear(int kind, const bf16* x, const bf16* packed, const bf16* bias, bf16* y, int64_t M, int64_t N,
                            int64_t K, int threads) {
 #ifdef KVF_DOT
-    const int64_t panels = (N + kOutputs - 1) / kOutputs, pairs = (panels + 1) / 2, size = K * kOutputs;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t pair = 0; pair < pairs; ++pair) {
-        const int64_t n = pair * 2 * kOutputs;
-        const int outputs[2] = {static_cast<int>(least(kOutputs, N - n)),
-                                static_cast<int>(least(kOutputs, N - n - kOutputs))};
-        const bf16* first = packed + 2 * pair * size;
-        const bf16* second = outputs[1] > 0 ? first + size : first;
-#ifdef KVF_AMX
-        if (kind == 2) {
-            alignas(64) float sums[4 * 256];
-            for (int64_t m = 0; m < M; m += 32) {
-                const int rows = static_cast<int>(least(32, M - m));
-                if (m == 0 || rows < 32) configure(static_cast<int>(least(rows, 16)), rows > 16 ? rows - 16 : 1);
-                (rows > 16 ? amx_wide : amx_narrow)(x + m * K, first, second, sums, K);
-                for (int row = 0; row < rows; ++row)
-                    for (int half = 0; half < 2 && outputs[half] > 0; ++half)
-                        write(sums + (row / 16) * 512 + half * 256 + (row % 16) * 16,
-                              bias ? bias + n + half * kOutputs : nullptr, y + (m + row) * N + n + half * kOutputs,
-                              outputs[half]);
-            }
-            _tile_release();
-            continue;
-        }
+    multiply(kind, x, packed, bias, y, M, N, K, false, threads);
 #endif
-        dot_panel(x, first, bias ? bias + n : nullptr, y + n, M, K, N, outputs[0]);
-        if (outputs[1] > 0)
-            dot_panel(x, second, bias ? bias + n + kOutputs : nullptr, y + n + kOutputs, M, K, N, outputs[1]);
-    }
+}
+
+// y [M, N / 2] = SiLU of the first half of what kvf_linear gives times the second, in float32 between. The panels of the
+// two halves take turns.
+extern "C" void kvf_gated_linear(int kind, const bf16* x, const bf16* packed, const bf16* bias, bf16* y, int64_t M,
+                                 int64_t N, int64_t K, int threads) {
+#ifdef KVF_DOT
+    multiply(kind, x, packed, bias, y, M, N, K, true, threads);
 #endif
 }

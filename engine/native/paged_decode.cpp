@@ -12,6 +12,7 @@ namespace {
 
 constexpr int kMostHeads = 4;    // query heads that go along a KV head in registers
 constexpr int kMostChunks = 16;  // of sixteen elements, of a head
+constexpr int kMost = 16;        // query heads that go along a sequence together
 
 struct Running {
     float highest = -INFINITY, sum = 0.0f;
@@ -92,34 +93,45 @@ void attend(const T* q, const C* k_cache, const C* v_cache, const int64_t* rows,
             int64_t group, int64_t dim, int64_t block_size, const int64_t* strides, float scale, int64_t window,
             float softcap, float v_scale, int threads) {
     const int chunks = static_cast<int>((dim + kLanes - 1) / kLanes);
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1 && sequences * kv_heads > 1)
-    for (int64_t task = 0; task < sequences * kv_heads; ++task) {
-        const int64_t sequence = task / kv_heads, head = task % kv_heads, length = lengths[sequence];
+    // KV heads that go along a sequence together: they lie beside each other. One each where few sequences are to keep
+    // the threads busy.
+    const int64_t together = sequences < 2 * threads || group > kMost ? 1 : least(kv_heads, kMost / group);
+    const int64_t parts = (kv_heads + together - 1) / together;
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1 && sequences * parts > 1)
+    for (int64_t task = 0; task < sequences * parts; ++task) {
+        const int64_t sequence = task / parts, head = task % parts * together, length = lengths[sequence];
+        const int64_t kv_count = least(together, kv_heads - head);
         const int64_t begin = window > 0 && length > window ? length - window : 0;
         const int32_t* table = tables + sequence * width;
         const T* query = q + rows[sequence] * q_stride + head * group * dim;
         T* result = out + (rows[sequence] * kv_heads + head) * group * dim;
-        for (int64_t first = 0; first < group; first += 4 * kMostHeads) {
-            const int heads = static_cast<int>(least(group - first, 4 * kMostHeads));
-            Floats wide[4 * kMostHeads * kMostChunks];
-            Running running[4 * kMostHeads];
-            for (int g = 0; g < heads; ++g)
+        const auto place = [&](int64_t at, int64_t kv) {
+            return table[at / block_size] * strides[0] + (head + kv) * strides[2];
+        };
+        for (int64_t first = 0; first < group; first += kMost) {
+            const int heads = static_cast<int>(least(group - first, kMost));
+            const int all_heads = heads * static_cast<int>(kv_count);
+            Floats wide[kMost * kMostChunks];
+            Running running[kMost];
+            for (int g = 0; g < all_heads; ++g)
                 for (int c = 0; c < chunks; ++c)
                     wide[g * chunks + c] =
                         load(query + (first + g) * dim + c * kLanes, static_cast<int>(dim) - c * kLanes) * scale;
             for (int64_t at = begin / block_size * block_size; at < length; at += block_size) {
-                const int64_t place = table[at / block_size] * strides[0] + head * strides[2];
-                const int64_t tokens = least(block_size, length - at);
-                if (at + block_size < length) {
-                    const int64_t next = table[at / block_size + 1] * strides[0] + head * strides[2];
-                    fetch(k_cache + next, v_cache + next, least(block_size, length - at - block_size), dim, strides[1]);
+                const int64_t tokens = least(block_size, length - at), left = length - at - block_size;
+                for (int64_t kv = 0; kv < kv_count; ++kv) {
+                    if (left > 0) {
+                        const int64_t next = place(at + block_size, kv);
+                        fetch(k_cache + next, v_cache + next, least(block_size, left), dim, strides[1]);
+                    }
+                    const int64_t here = place(at, kv);
+                    for (int64_t t = begin > at ? begin - at : 0; t < tokens; t += kLanes)
+                        attend_group(wide + kv * heads * chunks, k_cache + here + t * strides[1],
+                                     v_cache + here + t * strides[1], static_cast<int>(least(kLanes, tokens - t)),
+                                     static_cast<int>(dim), strides[1], softcap, heads, running + kv * heads);
                 }
-                for (int64_t t = begin > at ? begin - at : 0; t < tokens; t += kLanes)
-                    attend_group(wide, k_cache + place + t * strides[1], v_cache + place + t * strides[1],
-                                 static_cast<int>(least(kLanes, tokens - t)), static_cast<int>(dim), strides[1], softcap,
-                                 heads, running);
             }
-            for (int g = 0; g < heads; ++g)
+            for (int g = 0; g < all_heads; ++g)
                 for (int64_t i = 0; i < dim; ++i)
                     result[(first + g) * dim + i] =
                         round_to<T>(running[g].out[i / kLanes][i % kLanes] / running[g].sum * v_scale);

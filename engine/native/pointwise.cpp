@@ -31,8 +31,7 @@ void silu_and_mul(const T* gate_up, T* out, int64_t tokens, int64_t size, int th
         const T *gate = gate_up + token * 2 * size, *up = gate + size;
         for (int64_t i = 0; i < size; i += kLanes) {
             const int count = static_cast<int>(least(kLanes, size - i));
-            const Floats g = load(gate + i, count);
-            store(out + token * size + i, g / (1.0f + exponential(-larger(g, all(-87.0f)))) * load(up + i, count), count);
+            store(out + token * size + i, silu(load(gate + i, count)) * load(up + i, count), count);
         }
     }
 }

@@ -1,9 +1,9 @@
 // Causal attention of a chunk of one sequence's tokens over its blocks, on AMX in bfloat16.
 //
-// K is gathered as it is and V transposed, once per KV head and chunk. Then, for sixteen queries at a time, the scores
-// are computed with the tokens as rows and the queries as columns, S^T = K Q^T: K needs no packing that way, and the
+// K is gathered as it is and V transposed, once per KV head and chunk. Then, for 32 queries at a time, the scores are
+// computed with the tokens as rows and the queries as columns, S^T = K Q^T: K needs no packing that way, and the
 // softmax runs down the columns, in vectors of sixteen queries without one horizontal sum. Its result is already what
-// AMX wants as second operand of O^T = V^T P^T.
+// AMX wants as second operand of O^T = V^T P^T. K and V come by, past the nearest cache; all else stays in it.
 
 #include <cmath>
 #include <initializer_list>
@@ -17,7 +17,8 @@
 namespace {
 
 constexpr int kRows = 16, kStep = 32;  // of a tile; tokens that one product sums over
-constexpr int kRun = 256;              // tokens whose scores are held at once
+constexpr int kRun = 128;              // tokens whose scores are held at once
+constexpr int kQueries = 32;           // that go along the context together: two columns of tiles
 constexpr int kMostElements = 256;     // of a head
 
 struct alignas(64) TileConfig {
@@ -44,36 +45,35 @@ inline void copy_line(bf16* to, const C* from, int64_t dim) {
     for (int64_t i = 0; i < dim; i += kLanes) store(to + i, load(from + i));
 }
 
+// The 32 tokens from `first` on.
 template <class C>
-void gather(const Context& to, const C* k_cache, const C* v_cache, const int32_t* table, int64_t head,
+void gather(const Context& to, int64_t first, const C* k_cache, const C* v_cache, const int32_t* table, int64_t head,
             int64_t block_size, const int64_t* strides) {
     alignas(64) bf16 rows[kStep][kMostElements];
     const __m512i apart = _mm512_set_epi16(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1, 30, 28, 26, 24, 22,
                                            20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
     const __m512i lines = _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
                                              _mm512_set1_epi32(kMostElements * sizeof(bf16)));
-    for (int64_t first = 0; first < to.padded; first += kStep) {
-        for (int64_t t = 0; t < kStep; ++t) {
-            const int64_t token = first + t, size = to.dim * static_cast<int64_t>(sizeof(bf16));
-            if (token >= to.length) {  // zeros, not what happens to lie there: a weight of zero does not stop a NaN
-                memset(static_cast<void*>(to.k + token * to.dim), 0, size);
-                memset(static_cast<void*>(rows[t]), 0, size);
-                continue;
-            }
-            const int64_t place =
-                table[token / block_size] * strides[0] + token % block_size * strides[1] + head * strides[2];
-            copy_line(to.k + token * to.dim, k_cache + place, to.dim);
-            copy_line(rows[t], v_cache + place, to.dim);
+    for (int64_t t = 0; t < kStep; ++t) {
+        const int64_t token = first + t, size = to.dim * static_cast<int64_t>(sizeof(bf16));
+        if (token >= to.length) {  // zeros, not what happens to lie there: a weight of zero does not stop a NaN
+            memset(static_cast<void*>(to.k + token * to.dim), 0, size);
+            memset(static_cast<void*>(rows[t]), 0, size);
+            continue;
         }
-        for (int64_t i = 0; i < to.dim; i += 2)
-            for (int64_t t = 0; t < kStep; t += kRows) {  // sixteen tokens' pairs of elements, then the pairs apart
-                const __m512i pairs = _mm512_i32gather_epi32(lines, &rows[t][i], 1);
-                const __m512i both = _mm512_permutexvar_epi16(apart, pairs);
-                bf16* line = to.v + first * to.dim + i * kStep + t;
-                _mm256_storeu_si256(reinterpret_cast<__m256i*>(line), _mm512_castsi512_si256(both));
-                _mm256_storeu_si256(reinterpret_cast<__m256i*>(line + kStep), _mm512_extracti64x4_epi64(both, 1));
-            }
+        const int64_t place =
+            table[token / block_size] * strides[0] + token % block_size * strides[1] + head * strides[2];
+        copy_line(to.k + token * to.dim, k_cache + place, to.dim);
+        copy_line(rows[t], v_cache + place, to.dim);
     }
+    for (int64_t i = 0; i < to.dim; i += 2)
+        for (int64_t t = 0; t < kStep; t += kRows) {  // sixteen tokens' pairs of elements, then the pairs apart
+            const __m512i pairs = _mm512_i32gather_epi32(lines, &rows[t][i], 1);
+            const __m512i both = _mm512_permutexvar_epi16(apart, pairs);
+            bf16* line = to.v + first * to.dim + i * kStep + t;
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(line), _mm512_castsi512_si256(both));
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(line + kStep), _mm512_extracti64x4_epi64(both, 1));
+        }
 }
 
 // 2^x for x <= 0 to 5e-5 of its value: its use is to be rounded to bfloat16, which loses forty times that. NaN for NaN.
@@ -86,81 +86,141 @@ inline Floats power_of_two(Floats x) {
     return (Floats)_mm512_scalef_ps(power, whole);
 }
 
-// Sixteen queries of one head, of which `count` are there, the first at position `start`. Scores stay in the nearest
-// cache: the softmax is online over runs of tokens.
-void attend(const Context& context, const bf16* q, int64_t q_stride, int count, int64_t start, float scale, float v_scale,
-            bf16* out, int64_t out_stride) {
-    alignas(64) uint32_t packed[kMostElements / kStep][16][16] = {};  // [dim / 32][pair of elements][query]
-    alignas(64) float scores[kRun][16];                               // [token][query]
-    alignas(64) bf16 weights[kRun / 2][16][2];                        // [pair of tokens][query]
-    alignas(64) float turned[kMostElements][16] = {};                 // [dim][query]
-    const int64_t dim = context.dim, seen = start + count;
-    for (int query = 0; query < count; ++query)
-        for (int64_t pair = 0; pair < dim / 2; ++pair)
-            memcpy(&packed[pair / 16][pair % 16][query], q + query * q_stride + 2 * pair, 4);
-    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
-                                           5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+// The compiler does not know what tiles are loaded from: what was written stays written, and before.
+inline void written() { asm volatile("" ::: "memory"); }
+
+// Sixteen queries on their way along the context.
+struct Column {
+    alignas(64) uint32_t packed[kMostElements / kStep][16][16];  // [dim / 32][pair of elements][query]
+    alignas(64) float scores[kRun][16];                          // [token][query]
+    alignas(64) bf16 weights[kRun / 2][16][2];                   // [pair of tokens][query]
+    alignas(64) float turned[kMostElements][16];                 // [dim][query]
     Floats sums = {}, highest = all(-INFINITY);
-    const float base = scale * 1.44269504089f;  // e^(scale * x) is 2^(base * x)
 
-    for (int64_t first = 0; first < seen; first += kRun) {
-        const int64_t tokens = least(kRun, (seen - first + kStep - 1) / kStep * kStep);
-        for (int64_t token = 0; token < tokens; token += kStep) {
-            _tile_zero(0);
-            _tile_zero(1);
-            const bf16* k = context.k + (first + token) * dim;
-            for (int64_t part = 0; part < dim / kStep; ++part) {
-                _tile_loadd(6, packed[part], 64);
-                _tile_loadd(4, k + part * kStep, dim * 2);
-                _tile_loadd(5, k + kRows * dim + part * kStep, dim * 2);
-                _tile_dpbf16ps(0, 4, 6);
-                _tile_dpbf16ps(1, 5, 6);
-            }
-            _tile_stored(0, scores[token], 64);
-            _tile_stored(1, scores[token + kRows], 64);
-        }
+    void begin(const bf16* q, int64_t stride, int count, int64_t dim) {
+        memset(packed, 0, dim / 2 * sizeof packed[0][0]);
+        memset(turned, 0, dim * sizeof turned[0]);
+        for (int query = 0; query < count; ++query)
+            for (int64_t pair = 0; pair < dim / 2; ++pair)
+                memcpy(&packed[pair / 16][pair % 16][query], q + query * stride + 2 * pair, 4);
+    }
 
-        // Query c sees tokens 0 to start + c: the first start + 1 are seen by all.
+    // Scores of `tokens` from `first` on into weights. Query c sees tokens 0 to start + c. The softmax is online.
+    void weigh(int64_t first, int64_t tokens, int64_t start, float base, int64_t dim) {
+        const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22,
+                                               6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
         const Floats before = highest;
-        for (int64_t token = 0; token < tokens; ++token) {
-            Floats row = load(scores[token]);
-            if (first + token > start) {
-                const auto blind = static_cast<__mmask16>((1u << least(16, first + token - start)) - 1u);
-                row = (Floats)_mm512_mask_mov_ps((__m512)row, blind, _mm512_set1_ps(-INFINITY));
-                store(scores[token], row);
-            }
-            highest = larger(row, highest);
+        for (int64_t token = start + 1 > first ? start + 1 - first : 0; token < tokens; ++token) {
+            const auto blind = static_cast<__mmask16>((1u << least(16, first + token - start)) - 1u);
+            const __m512 row = (__m512)load(scores[token]);
+            store(scores[token], (Floats)_mm512_mask_mov_ps(row, blind, _mm512_set1_ps(-INFINITY)));
         }
+        __m512 most[4];  // of a NaN and a number, the second
+        for (auto& part : most) part = (__m512)highest;
+        for (int64_t token = 0; token < tokens; token += 4)
+            for (int i = 0; i < 4; ++i) most[i] = _mm512_max_ps((__m512)load(scores[token + i]), most[i]);
+        highest = (Floats)_mm512_max_ps(_mm512_max_ps(most[0], most[1]), _mm512_max_ps(most[2], most[3]));
         const Floats rescale = power_of_two((before - highest) * base);
         sums *= rescale;
         const Floats shift = highest * base;
+        Floats evens = {}, odds = {};
         for (int64_t token = 0; token < tokens; token += 2) {
             const Floats even = power_of_two(load(scores[token]) * base - shift);
             const Floats odd = power_of_two(load(scores[token + 1]) * base - shift);
             const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
             _mm512_storeu_si512(weights[token / 2], _mm512_permutexvar_epi16(order, both));
-            sums += even + odd;
+            evens += even;
+            odds += odd;
         }
-
-        for (int64_t i = 0; i < dim; i += 2 * kRows) {
-            if (first > 0)
-                for (int64_t row = i; row < i + 2 * kRows; ++row) store(turned[row], load(turned[row]) * rescale);
-            _tile_loadd(0, turned[i], 64);
-            _tile_loadd(1, turned[i + kRows], 64);
-            for (int64_t token = 0; token < tokens; token += kStep) {
-                const bf16* v = context.v + (first + token) * dim + i * kStep;
-                _tile_loadd(6, weights[token / 2], 64);
-                _tile_loadd(4, v, 64);
-                _tile_loadd(5, v + kRows * kStep, 64);
-                _tile_dpbf16ps(0, 4, 6);
-                _tile_dpbf16ps(1, 5, 6);
-            }
-            _tile_stored(0, turned[i], 64);
-            _tile_stored(1, turned[i + kRows], 64);
-        }
+        sums += evens + odds;
+        if (first > 0)
+            for (int64_t i = 0; i < dim; ++i) store(turned[i], load(turned[i]) * rescale);
     }
-    for (int query = 0; query < count; ++query)
-        for (int64_t i = 0; i < dim; ++i) out[query * out_stride + i] = round_to<bf16>(turned[i][query] / sums[query] * v_scale);
+
+    void finish(bf16* out, int64_t stride, int count, int64_t dim, float v_scale) const {
+        for (int query = 0; query < count; ++query)
+            for (int64_t i = 0; i < dim; ++i)
+                out[query * stride + i] = round_to<bf16>(turned[i][query] / sums[query] * v_scale);
+    }
+};
+
+// Tiles 0 1: sums of the first column; 2 3: of the second; 4 5: of K or V; 6 7: of the columns.
+template <bool both>
+void score(Column* columns, const bf16* k, int64_t tokens, int64_t dim) {
+    for (int64_t token = 0; token < tokens; token += kStep, k += kStep * dim) {
+        _tile_zero(0);
+        _tile_zero(1);
+        if (both) {
+            _tile_zero(2);
+            _tile_zero(3);
+        }
+        for (int64_t part = 0; part < dim / kStep; ++part) {
+            _tile_stream_loadd(4, k + part * kStep, dim * 2);
+            _tile_stream_loadd(5, k + kRows * dim + part * kStep, dim * 2);
+            _tile_loadd(6, columns[0].packed[part], 64);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 5, 6);
+            if (!both) continue;
+            _tile_loadd(7, columns[1].packed[part], 64);
+            _tile_dpbf16ps(2, 4, 7);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        _tile_stored(0, columns[0].scores[token], 64);
+        _tile_stored(1, columns[0].scores[token + kRows], 64);
+        if (!both) continue;
+        _tile_stored(2, columns[1].scores[token], 64);
+        _tile_stored(3, columns[1].scores[token + kRows], 64);
+    }
+}
+
+template <bool both>
+void add_values(Column* columns, const bf16* v, int64_t tokens, int64_t dim) {
+    for (int64_t i = 0; i < dim; i += 2 * kRows) {
+        _tile_loadd(0, columns[0].turned[i], 64);
+        _tile_loadd(1, columns[0].turned[i + kRows], 64);
+        if (both) {
+            _tile_loadd(2, columns[1].turned[i], 64);
+            _tile_loadd(3, columns[1].turned[i + kRows], 64);
+        }
+        for (int64_t token = 0; token < tokens; token += kStep) {
+            const bf16* tile = v + token * dim + i * kStep;
+            _tile_stream_loadd(4, tile, 64);
+            _tile_stream_loadd(5, tile + kRows * kStep, 64);
+            _tile_loadd(6, columns[0].weights[token / 2], 64);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 5, 6);
+            if (!both) continue;
+            _tile_loadd(7, columns[1].weights[token / 2], 64);
+            _tile_dpbf16ps(2, 4, 7);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        _tile_stored(0, columns[0].turned[i], 64);
+        _tile_stored(1, columns[0].turned[i + kRows], 64);
+        if (!both) continue;
+        _tile_stored(2, columns[1].turned[i], 64);
+        _tile_stored(3, columns[1].turned[i + kRows], 64);
+    }
+}
+
+// Up to 32 queries of one head, the first at position `start`.
+template <bool both>
+void attend(const Context& context, const bf16* q, int64_t q_stride, int count, int64_t start, float scale,
+            float v_scale, bf16* out, int64_t out_stride) {
+    const int64_t dim = context.dim, seen = start + count;
+    const float base = scale * 1.44269504089f;  // e^(scale * x) is 2^(base * x)
+    const int counts[2] = {both ? kRows : count, count - kRows};
+    Column columns[both ? 2 : 1];
+    for (int at = 0; at <= both; ++at) columns[at].begin(q + at * kRows * q_stride, q_stride, counts[at], dim);
+    written();
+    for (int64_t first = 0; first < seen; first += kRun) {
+        const int64_t tokens = least(kRun, (seen - first + kStep - 1) / kStep * kStep);
+        score<both>(columns, context.k + first * dim, tokens, dim);
+        for (int at = 0; at <= both; ++at) columns[at].weigh(first, tokens, start + at * kRows, base, dim);
+        written();
+        add_values<both>(columns, context.v + first * dim, tokens, dim);
+    }
+    for (int at = 0; at <= both; ++at)
+        columns[at].finish(out + at * kRows * out_stride, out_stride, counts[at], dim, v_scale);
 }
 
 }  // namespace
@@ -175,27 +235,31 @@ extern "C" void kvf_prompt_attention(int eighth, const bf16* q, const void* k_ca
                                      int64_t kv_heads, int64_t group, int64_t dim, int64_t block_size,
                                      const int64_t* strides, float scale, float v_scale, int threads) {
 #ifdef KVF_AMX
-    const int64_t padded = (length + kStep - 1) / kStep * kStep, tiles = (count + 15) / 16;
+    const int64_t padded = (length + kStep - 1) / kStep * kStep, tiles = (count + kQueries - 1) / kQueries;
     const Context context{work, work + dim * padded, length, padded, dim};
-    for (int64_t head = 0; head < kv_heads; ++head) {
-        by_types(1, eighth, [&](auto*, auto* element) {
-            using C = std::remove_pointer_t<decltype(element)>;
-            gather(context, static_cast<const C*>(k_cache), static_cast<const C*>(v_cache), table, head, block_size,
-                   strides);
-        });
 #pragma omp parallel num_threads(threads) if (threads > 1)
-        {
-            const TileConfig config;
-            _tile_loadconfig(&config);
+    {
+        const TileConfig config;
+        written();
+        _tile_loadconfig(&config);
+        for (int64_t head = 0; head < kv_heads; ++head) {
+#pragma omp for schedule(static)
+            for (int64_t first = 0; first < padded; first += kStep)
+                by_types(1, eighth, [&](auto*, auto* element) {
+                    using C = std::remove_pointer_t<decltype(element)>;
+                    gather(context, first, static_cast<const C*>(k_cache), static_cast<const C*>(v_cache), table, head,
+                           block_size, strides);
+                });
 #pragma omp for schedule(dynamic)
             for (int64_t task = tiles * group - 1; task >= 0; --task) {
-                const int64_t first = task / group * 16, query_head = head * group + task % group;
-                attend(context, q + first * q_stride + query_head * dim, q_stride,
-                       static_cast<int>(least(16, count - first)), length - count + first, scale, v_scale,
-                       out + (first * kv_heads * group + query_head) * dim, kv_heads * group * dim);
+                const int64_t first = task / group * kQueries, query_head = head * group + task % group;
+                const int queries = static_cast<int>(least(kQueries, count - first));
+                (queries > kRows ? attend<true> : attend<false>)(
+                    context, q + first * q_stride + query_head * dim, q_stride, queries, length - count + first, scale,
+                    v_scale, out + (first * kv_heads * group + query_head) * dim, kv_heads * group * dim);
             }
-            _tile_release();
         }
+        _tile_release();
     }
 #endif
 }

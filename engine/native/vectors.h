@@ -140,6 +140,9 @@ inline Floats exponential(Floats x) {
 
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
+// x / (1 + e^-x); NaN for NaN. Beyond 87 the exponential would be too small for a normal number, and slow.
+inline Floats silu(Floats x) { return x / (1.0f + exponential(larger(-larger(x, all(-87.0f)), all(-87.0f)))); }
+
 inline float highest_of(Floats values) {
 #ifdef __AVX512F__
     return _mm512_reduce_max_ps((__m512)values);

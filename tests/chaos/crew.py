@@ -15,7 +15,7 @@ from pathlib import Path
 
 from nursery import LINE_BYTES
 
-PATIENCE = 30.0
+PATIENCE = 120.0
 PAUSE = 0.001
 
 
@@ -131,7 +131,7 @@ async def crew(module: str, folder: Path) -> AsyncIterator[Crew]:
     try:
         assert nursery.stdout is not None
         # Its imports take a while on a busy machine.
-        assert await asyncio.wait_for(nursery.stdout.readline(), 4 * PATIENCE) == b"ready\n"
+        assert await asyncio.wait_for(nursery.stdout.readline(), PATIENCE) == b"ready\n"
         yield made
     finally:
         for hand in made.hands:

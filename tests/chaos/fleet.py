@@ -7,7 +7,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,13 +48,23 @@ class Request:
 class Fleet:
     """See the module.
 
+    Args:
+        service: of the router.
+        crew: hires the workers.
+        model: they serve.
+        scheme: by which blocks go.
+        hub: where a worker of that name finds the router.
+
     Attributes:
+        hands: workers by name.
         settled: seconds from each fault to the baseline of every survivor, by role and fault.
         retried: requests that took more than one attempt.
         held: stopped decode workers that kept a survivor's blocks in quarantine.
     """
 
-    def __init__(self, service: Service, crew: Crew, model: Path, scheme: str) -> None:
+    def __init__(
+        self, service: Service, crew: Crew, model: Path, scheme: str, hub: Callable[[str], str] | None = None
+    ) -> None:
         self.settled: dict[str, list[float]] = {}
         self.retried: Counter[int] = Counter()
         self.held = 0
@@ -62,7 +72,8 @@ class Fleet:
         self._crew = crew
         self._model = model
         self._scheme = scheme
-        self._hands: dict[str, Hand] = {}
+        self._hub = hub or (lambda _: service.hub_endpoint)
+        self.hands: dict[str, Hand] = {}
 
     async def hire(self, *names: str) -> None:
         """Start workers, and wait until the router knows them."""
@@ -80,17 +91,17 @@ class Fleet:
                 "name": name,
                 "model_name": MODEL,
                 "engine": engine,
-                "routers": [self._service.hub_endpoint],
+                "routers": [self._hub(name)],
                 "transport": self._scheme,
                 "transfer_timeout": 1.0,
             }
-            self._hands[name] = await self._crew.hire(role=name.partition("-")[0], settings=settings)
-            await self._hands[name].answer("ready", "me")
+            self.hands[name] = await self._crew.hire(role=name.partition("-")[0], settings=settings)
+            await self.hands[name].answer("ready", "me")
 
         await asyncio.gather(*map(one, names))
-        await until(lambda: {self._hands[name].pid for name in NAMES} <= self._live_pids(), "every heartbeat")
+        await until(lambda: {self.hands[name].pid for name in names} <= self.live_pids(), "every heartbeat")
 
-    def _live_pids(self) -> set[int]:
+    def live_pids(self) -> set[int]:
         return {worker["pid"] for worker in self._service.cluster()["workers"] if worker["state"] == "live"}
 
     async def answer(self, requests: Sequence[Request]) -> None:
@@ -118,7 +129,7 @@ class Fleet:
         """One fault at one worker at a random moment of the requests; everything must come right again."""
         victim = NAMES[number * 2 % 4 + rng.randrange(2)]
         fault = ("kill", "stop")[number // 2 % 2]
-        hand = self._hands[victim]
+        hand = self.hands[victim]
         answers = asyncio.create_task(self.answer(requests))
         await asyncio.sleep(rng.uniform(0.0, 0.9) * round_seconds)
         if fault == "kill":
@@ -133,7 +144,7 @@ class Fleet:
             hand.signal(signal.SIGCONT)
         await answers
         survivors = [name for name in NAMES if name != victim or short]
-        held = await self._settle(survivors, struck, may_hold=fault == "stop" and victim.startswith("decode"))
+        held = await self.settle(survivors, struck, may_hold=fault == "stop" and victim.startswith("decode"))
         self.settled.setdefault(f"{victim[:-2]} {fault}{', short' * short}", []).append(time.monotonic() - struck)
         self.held += held
         if fault == "kill":
@@ -141,15 +152,15 @@ class Fleet:
             await self.hire(victim)
         elif not short:
             hand.signal(signal.SIGCONT)
-            await until(lambda: hand.pid in self._live_pids(), "the heartbeat of the resumed worker")
+            await until(lambda: hand.pid in self.live_pids(), "the heartbeat of the resumed worker")
             # What it had begun has been given to others: it drops it all, and its peers let go of the last block.
-            await self._settle(NAMES, time.monotonic(), may_hold=False)
+            await self.settle(NAMES, time.monotonic(), may_hold=False)
 
-    async def _settle(self, names: Sequence[str], since: float, *, may_hold: bool) -> bool:
+    async def settle(self, names: Sequence[str], since: float, *, may_hold: bool) -> bool:
         """Wait for the baseline of these workers; whether one had to keep blocks that a stopped reader may read."""
         limit = since + LOST + LEASE + allowed(SLACK)
         while True:
-            looks = {name: await self._hands[name].ask("look") for name in names}
+            looks = {name: await self.hands[name].ask("look") for name in names}
             busy = {name: look for name, look in looks.items() if look["unsettled"] or look["open"]}
             if not busy:
                 return False

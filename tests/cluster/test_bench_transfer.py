@@ -22,8 +22,8 @@ from cluster.bench.report import Report
 COMMAND = (sys.executable, "-m", "cluster", "bench", "transfer")
 QUICK = ("--transports", "tcp", "--seconds", "0.02")
 ENDLESS = ("--transports", "tcp", "--tokens", "16,4k", "--seconds", "600", "--time-limit", "3000")
-PATIENCE = 60.0
-PROMPT = 30.0
+PATIENCE = 240.0
+PROMPT = 120.0
 INTERRUPTED = 130
 TERMINATED = 128 + signal.SIGTERM
 

@@ -26,7 +26,7 @@ from cluster.status import ActorReport, ClusterReport, cluster_report
 from protocol.errors import ClusterExists, ClusterNotFound, KVFerryError, StartFailed
 from router.client import Client
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ENGINE = EngineSection(dtype="float32", num_blocks=64, block_size=8)
 
@@ -38,12 +38,12 @@ def tiny(model: Path, name: str, **changes: object) -> ClusterConfig:
         served_name="tiny",
         engine=ENGINE,
         router=RouterSection(port=0),
-        ray=RaySection(cpus=2, start_timeout=120.0),
+        ray=RaySection(cpus=2, start_timeout=300.0),
     )
     return msgspec.structs.replace(config, **changes)
 
 
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 240.0) -> None:
     pause = threading.Event()
     for _ in range(int(seconds / 0.05)):
         if condition():

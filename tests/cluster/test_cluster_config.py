@@ -223,6 +223,19 @@ def test_the_file_of_keys_is_taken_from_the_files_folder(tmp_path: Path) -> None
     assert (router.tls_certificate, router.tls_key) == (str((tmp_path / "router.pem").resolve()), "/etc/router.key")
 
 
+def test_the_file_says_which_prompts_stay_on_decode_workers() -> None:
+    text = "model: m\nrouter: {local_prefill: short, local_prefill_tokens: 64}\n"
+    text += "decode: {limits: {local_prefill: false, step_tokens: 96}}"
+    config = parse_config(text)
+    router = router_config(router_order(config, 1, 2), Path("/models/m"), "127.0.0.1")
+    assert (router.local_prefill, router.local_prefill_tokens) == ("short", 64)
+    (order,) = (order for order in worker_orders(config, ("tcp://127.0.0.1:2",)) if order.role == "decode")
+    decode = decode_config(order, Path("/models/m"), "127.0.0.1")
+    assert (decode.local_prefill, decode.step_tokens) == (False, 96)
+    with pytest.raises(ConfigError, match=r"router\.local_prefill"):
+        parse_config("model: m\nrouter: {local_prefill: sometimes}")
+
+
 def test_the_format_of_tools_reaches_the_router() -> None:
     order = router_order(parse_config("model: m\nrouter: {tool_format: llama3_json}"), 1, 2)
     assert router_config(order, Path("/models/m"), "127.0.0.1").tool_format == "llama3_json"

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.state import StateStore
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 PROGRAM = """
 import sys

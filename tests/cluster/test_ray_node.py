@@ -18,7 +18,7 @@ from cluster.ray_node import connect, node_alive, node_pids, start_node, stop_no
 from cluster.state import NodeState
 from protocol.errors import ClusterError, StartFailed
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def nodes() -> Iterator[list[NodeState]]:
 
 @pytest.fixture(scope="module")
 def bystander() -> Iterator[NodeState]:
-    node = start_node(RaySection(cpus=2), lambda _: None)
+    node = start_node(RaySection(cpus=2), lambda _: None, timeout=300.0)
     yield node
     stop_node(node)
     assert not node_processes(node.temp_dir)
@@ -50,7 +50,7 @@ def test_a_node_ends_without_a_trace_and_its_neighbour_lives_on(bystander: NodeS
     begun: list[NodeState] = []
     before = {name: os.environ.get(name) for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", NODE_VARIABLE)}
     handler = signal.getsignal(signal.SIGTERM)
-    node = start_node(RaySection(cpus=1), begun.append)
+    node = start_node(RaySection(cpus=1), begun.append, timeout=300.0)
     nodes.append(node)
     assert [one.daemon for one in begun] == [node.daemon]
     assert not {*node_pids(node)} & {*node_pids(bystander)}
@@ -90,7 +90,7 @@ def test_a_stranger_without_the_token_is_refused(bystander: NodeState) -> None:
 
 
 def test_what_a_killed_daemon_leaves_is_found_and_removed(nodes: list[NodeState]) -> None:
-    node = start_node(RaySection(cpus=1), lambda _: None)
+    node = start_node(RaySection(cpus=1), lambda _: None, timeout=300.0)
     nodes.append(node)
     assert node.daemon is not None
     os.kill(node.daemon.pid, signal.SIGKILL)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from ferry import GENERATION, POISON, Harbor, until
+from ferry import GENERATION, PATIENCE, POISON, Harbor, until
 
 LARGE = 1 << 20
 MANY = 64
@@ -28,7 +28,7 @@ class FarEnd:
 
     async def hear(self) -> dict[str, object]:
         assert self.process.stdout is not None
-        line = await asyncio.wait_for(self.process.stdout.readline(), 30)
+        line = await asyncio.wait_for(self.process.stdout.readline(), PATIENCE)
         assert line, "the other process ended"
         return dict(json.loads(line))
 

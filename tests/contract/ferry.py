@@ -24,7 +24,7 @@ from kv_transfer.transport import (
 from protocol.errors import TransferError
 
 POISON = 0xA5
-PATIENCE = 20.0
+PATIENCE = 120.0
 BIND = {
     "inproc": "inproc://*",
     "shm": "shm://*",

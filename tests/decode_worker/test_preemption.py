@@ -58,7 +58,9 @@ def test_auto_agrees_with_the_two_costs_and_the_others_never_ask(
     assert not cheaper or prefers_swap("auto", tokens, nbytes, faster), "a faster copy never speaks against it"
 
 
-@pytest.mark.parametrize(("field", "value"), [("preemption", "maybe"), ("swap_bytes", -1), ("swap_bytes", 1 << 50)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("preemption", "maybe"), ("step_tokens", 0), ("swap_bytes", -1), ("swap_bytes", 1 << 50)]
+)
 def test_a_wrong_setting_is_named(field: str, value: object, tmp_path: Path) -> None:
     given = {"name": "d", "model_name": "m", "engine": EngineConfig(model=str(tmp_path)), "routers": ("tcp://x",)}
     for mode in PREEMPTIONS:

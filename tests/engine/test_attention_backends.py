@@ -51,7 +51,7 @@ TOLERANCE: dict[CacheDtype, float] = {"float32": 1e-5, "bfloat16": 2.0**-7}
 @settings(max_examples=60, deadline=None)
 @given(
     shapes=chunk_shapes(),
-    heads=st.sampled_from([(1, 1), (2, 1), (3, 3), (6, 2), (8, 1), (9, 3), (14, 2), (18, 1)]),
+    heads=st.sampled_from([(1, 1), (2, 1), (3, 3), (6, 2), (8, 1), (9, 3), (14, 2), (24, 3), (18, 1)]),
     block_size=st.sampled_from([4, 8, 16, 24]),
     order=st.sampled_from(["NHD", "HND"]),
     head_dim=st.sampled_from([8, 20, 32, 64, 96]),
@@ -112,6 +112,23 @@ def test_backend_equals_reference(
         pools[1], pools[0], rtol=TOLERANCE[dtype], atol=3 * TOLERANCE[dtype], equal_nan=True
     )  # NaN where nothing was stored, and nowhere else
     assert torch.isnan(pools[1][:, 0]).all()  # the other layer was not touched
+
+
+@pytest.mark.skipif(load() is None, reason="no C++ compiler")
+@pytest.mark.parametrize(("start", "count"), [(0, 200), (230, 70), (128, 33), (399, 17), (500, 4)])
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_a_chunk_after_a_long_context_equals_the_reference(start: int, count: int, head_dim: int) -> None:
+    layout = KVLayout(num_layers=1, kv_heads=2, head_dim=head_dim, block_size=16, dtype="bfloat16")
+    batch = scattered([(start, count), (start, 1)], 16, seed=start)
+    cache = KVCache(layout, NUM_BLOCKS)
+    generator = torch.Generator().manual_seed(start)
+    cache.tensor.copy_(torch.randn(cache.tensor.shape, generator=generator))
+    q = torch.randn(count + 1, 6, head_dim, generator=generator).bfloat16()
+    expected, found = (
+        create_backend(name, layout, CPU).plan(batch).forward(q, *cache.layer(0), Scoring(head_dim**-0.5)).float()
+        for name in ("sdpa", "native")
+    )
+    torch.testing.assert_close(found, expected, rtol=2.0**-6, atol=2.0**-7)
 
 
 @pytest.mark.parametrize("name", ["sdpa", native])

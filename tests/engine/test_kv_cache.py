@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
 from engine.kv_cache import KVCache
-from engine.shared_memory import allocate
+from engine.shared_memory import LARGE_PAGE, allocate, take_large_pages
 from protocol.errors import EngineFailure
 from protocol.layout import KVLayout
 
@@ -31,6 +32,27 @@ def test_a_cpu_pool_is_shared_memory() -> None:
         assert torch.equal(there, cache.tensor)
     assert cache.tensor.is_contiguous()
     assert cache.data_ptr % mmap.PAGESIZE == 0
+
+
+@needs_memfd
+def test_memory_begins_where_a_large_page_does_and_is_unmapped_with_its_last_view() -> None:
+    memory, descriptor = allocate(2 * LARGE_PAGE + 5, "kvferry-mapped")
+    os.close(descriptor)
+    assert (memory.nbytes, memory.format, bytes(memory[-3:])) == (2 * LARGE_PAGE + 5, "B", bytes(3))
+    if take_large_pages(memory):
+        (mapped,) = [line for line in Path("/proc/self/smaps_rollup").read_text().splitlines() if "ShmemPmd" in line]
+        assert int(mapped.split()[1]) >= 2 * LARGE_PAGE >> 10
+    assert not any(memory[::4096])
+    memory[-1] = 7
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    assert tensor.data_ptr() % LARGE_PAGE == 0
+    del memory
+    gc.collect()
+    assert tensor[-1] == 7
+    assert "kvferry-mapped" in Path("/proc/self/maps").read_text()
+    del tensor
+    gc.collect()
+    assert "kvferry-mapped" not in Path("/proc/self/maps").read_text()
 
 
 @needs_memfd

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -22,6 +23,7 @@ from engine.fused import NativeOps, TorchOps, fused_ops
 from engine.models.linear import Linear, NativeWeight
 from engine.native.build import build
 from engine.native.library import load
+from engine.native.weight_memory import WeightMemory
 from engine.runner import ModelRunner
 from protocol.errors import ConfigError
 from protocol.layout import KVLayout
@@ -109,6 +111,48 @@ def test_a_packed_product_is_exact_to_its_rounding_and_blind_to_the_batch(
 
 
 @needs_dots
+@pytest.mark.parametrize("kind", range(1, (KERNELS.linear_kind if KERNELS else 1) + 1))
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs"),
+    [(33, 80, 672), (300, 48, 1312), (290, 33, 3200)],  # inputs in parts, rows in groups, and groups in parts
+)
+def test_a_large_packed_product_gives_each_row_what_it_gets_alone(
+    kind: int, rows: int, outputs: int, inputs: int
+) -> None:
+    weight, x = randn(0, outputs, inputs).bfloat16(), randn(1, rows, inputs).bfloat16()
+    packed = NativeWeight(KERNELS, weight, kind)
+    found = packed.product(x, None)
+    torch.testing.assert_close(found.double(), x.double() @ weight.double().T, rtol=2.0**-8, atol=inputs * 1e-6)
+    for row in (0, 31, 32, rows // 2, rows - 1):
+        assert torch.equal(packed.product(x[row : row + 1], None)[0], found[row])
+
+
+@needs_dots
+@settings(max_examples=40, deadline=None)
+@given(
+    kind=st.sampled_from(range(1, (KERNELS.linear_kind if KERNELS else 1) + 1)),
+    rows=st.integers(1, 70),
+    inner=st.sampled_from([1, 15, 16, 17, 48, 100]),
+    bias=st.booleans(),
+    scale=st.sampled_from([0.1, 1.0, 20.0]),
+    seed=st.integers(0, 1 << 16),
+)
+def test_a_gated_product_is_exact_to_its_rounding_and_blind_to_the_batch(
+    kind: int, rows: int, inner: int, bias: bool, scale: float, seed: int
+) -> None:
+    weight = randn(seed, 2 * inner, 64, scale=scale).bfloat16()
+    x = randn(seed + 1, rows, 64).bfloat16()
+    shift = randn(seed + 2, 2 * inner).bfloat16() if bias else None
+    packed = NativeWeight(KERNELS, weight, kind, gated=True)
+    found = packed.product(x, shift)
+    both = x.double() @ weight.double().T + (shift.double() if shift is not None else 0.0)
+    exact = TorchOps().silu_and_mul(both)
+    torch.testing.assert_close(found.double(), exact, rtol=2.0**-7, atol=scale**2 * 1e-3)
+    row = seed % rows
+    assert torch.equal(packed.product(x[row : row + 1], shift)[0], found[row])
+
+
+@needs_dots
 def test_a_strided_input_is_taken_as_what_it_means() -> None:
     packed = NativeWeight.of(randn(0, 48, 64).bfloat16())
     wide = randn(1, 5, 128).bfloat16()
@@ -127,6 +171,19 @@ def test_a_linear_keeps_one_copy_of_its_weight() -> None:
     linear.pack()
     torch.testing.assert_close(linear(x), before, rtol=2.0**-6, atol=2.0**-6)
     assert linear._weight.numel() == 0
+
+
+def test_memory_of_weights_is_zeros_in_cache_lines_of_its_own() -> None:
+    memory = WeightMemory()
+    pieces = [memory.take(size, torch.bfloat16) for size in (1, 33, 5 << 20, 20 << 20, 7, 12 << 20)]
+    spans = sorted((piece.data_ptr(), piece.nbytes) for piece in pieces)
+    assert all(start % 64 == 0 for start, _ in spans)
+    assert all(start + size <= after for (start, size), (after, _) in itertools.pairwise(spans))
+    for number, piece in enumerate(pieces):
+        ends = torch.cat((piece[:100], piece[-100:]))
+        assert not ends.any()
+        piece[0], piece[-1] = number, number
+    assert [int(piece[-1]) for piece in pieces] == list(range(len(pieces)))
 
 
 @needs_dots
@@ -173,6 +230,7 @@ from engine.attention import create_backend
 from engine.batch import Chunk
 from engine.config import EngineConfig
 from engine.native.library import load
+from engine.native.weight_memory import WeightMemory
 from engine.runner import ModelRunner
 from protocol.sampling import SamplingParams
 backends, logits = [], {{}}

@@ -94,8 +94,15 @@ class Stream(io.BytesIO):
         return data
 
 
+class NoLoop(asyncio.AbstractEventLoop):
+    """What a reader is told that never has to wait."""
+
+    def get_debug(self) -> bool:
+        return False
+
+
 async def _fed(data: bytes) -> asyncio.StreamReader:
-    reader = asyncio.StreamReader()
+    reader = asyncio.StreamReader(loop=NoLoop())
     reader.feed_data(data)
     reader.feed_eof()
     return reader

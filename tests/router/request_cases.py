@@ -13,7 +13,8 @@ from router.instructions import (
     SendCancel,
 )
 from router.policy import Placement
-from router.request import RequestLimits, RequestMachine
+from router.request import RequestMachine
+from router.request_limits import RequestLimits
 
 P0, D0 = worker("p0", "prefill"), worker("d0", "decode")
 P1, D1 = worker("p1", "prefill"), worker("d1", "decode")

@@ -26,7 +26,7 @@ KEYS = (
     Key(name="alice", sha256=hash_of(ALICE)),
     Key(name="bob", sha256=hash_of(BOB), requests_per_minute=60.0, max_requests=2),
 )
-GUARDED = ["/v1/models", "/v1/models/x", "/metrics", "/cluster"]
+GUARDED = ["/v1/models", "/v1/models/x", "/metrics", "/cluster", "/version", "/openapi.json"]
 
 
 def bearing(key: str) -> dict[str, str]:
@@ -82,7 +82,7 @@ def test_anything_else_is_refused_everywhere(
 
 
 def test_probes_need_no_key(http: httpx.Client) -> None:
-    for path in ("/health", "/ready"):
+    for path in ("/health", "/ready", "/ping"):
         assert http.get(path).status_code == 200
 
 

@@ -123,6 +123,7 @@ def test_each_metric_has_help_and_a_unit_that_its_name_ends_with(row: Row) -> No
         "requests",
         "steps",
         "workers",
+        "openings",
         "messages",
         "ships",
         "leases",

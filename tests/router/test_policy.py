@@ -15,7 +15,8 @@ from protocol.ids import Peer, Role
 from protocol.layout import KVLayout
 from router.fleet import Fleet
 from router.forecast import forecast
-from router.policy import POLICIES, Demand, Snapshot, mismatch, place
+from router.pairing import mismatch
+from router.policy import POLICIES, Demand, Snapshot, place
 from router.registry import Worker
 
 OTHER = KVLayout(num_layers=2, kv_heads=4, head_dim=8, block_size=4)

@@ -17,7 +17,8 @@ from router.front.generation import Generation
 from router.instructions import Instruction, SendPrefill, SendReserve
 from router.policy import Placement
 from router.priority import MAX_PRIORITY, seniority
-from router.request import RequestLimits, RequestMachine
+from router.request import RequestMachine
+from router.request_limits import RequestLimits
 
 priorities = st.integers(-MAX_PRIORITY, MAX_PRIORITY)
 moments = st.floats(0.0, 1000.0)

@@ -8,7 +8,7 @@ from protocol.ids import Peer
 from protocol.messages import WorkerLoad
 from protocol.transfer_counts import TransferCounts
 from router import registry as registry_module
-from router.registry import WorkerEvent, WorkerJoined, WorkerLost, WorkerRegistry
+from router.registry import RENEWED, WorkerEvent, WorkerJoined, WorkerLost, WorkerRegistry
 from router.totals import COUNTERS
 
 P1, P2 = Peer("p", 1), Peer("p", 2)
@@ -210,6 +210,20 @@ def test_a_worker_whose_connection_ends_is_lost_unless_it_beats_over_another() -
     assert not workers.workers()[0].live
     assert beat(workers, 1.6) == [WorkerJoined(P1, returned=True)]
     assert ticks(workers, 1.7, 2.7) == []
+
+
+def test_a_new_connection_costs_what_is_under_way_and_no_more() -> None:
+    workers = make()
+    assert workers.renewed(b"p@1") == []
+    beat(workers, 0.0)
+    assert workers.renewed(b"nobody") == []
+    assert workers.renewed(b"p@1") == [WorkerLost(P1, RENEWED), WorkerJoined(P1, returned=True)]
+    assert workers.workers()[0].live
+    assert ticks(workers, 0.1, 1.0) == []
+    beat(workers, 1.0, draining=True)
+    assert workers.renewed(b"p@1") == [WorkerLost(P1, RENEWED)], "it takes no new work"
+    ticks(workers, 1.0, 4.0)
+    assert workers.renewed(b"p@1") == [], "it was lost already; its heartbeat brings it back"
 
 
 def test_a_heartbeat_that_was_sent_before_the_connection_ended_is_no_sign_of_life() -> None:

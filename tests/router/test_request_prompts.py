@@ -14,7 +14,8 @@ from protocol.prompt_logprobs import LogprobTable
 from protocol.sampling import SamplingParams
 from router.front.generation import Generation
 from router.instructions import Emit, Instruction, NeedPlacement, Retry, SendPrefill
-from router.request import RequestLimits, RequestMachine
+from router.request import RequestMachine
+from router.request_limits import RequestLimits
 from router.request_table import RequestState
 
 PROMPT = tuple(range(10, 22))

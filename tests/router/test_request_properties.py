@@ -18,7 +18,8 @@ from protocol.sampling import SamplingParams
 from router.front.generation import Generation
 from router.instructions import Emit, Fail, Instruction, NeedPlacement, SendCancel, SendPrefill, SendReserve
 from router.policy import Placement
-from router.request import RequestLimits, RequestMachine
+from router.request import RequestMachine
+from router.request_limits import RequestLimits
 from router.request_table import RequestState
 
 PROMPT = (900, 901, 902, 903, 904)

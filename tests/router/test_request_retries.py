@@ -35,7 +35,7 @@ from router.instructions import (
     Stage,
 )
 from router.policy import Placement
-from router.request import RequestLimits
+from router.request_limits import RequestLimits
 from router.request_table import RequestState
 
 

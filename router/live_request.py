@@ -1,0 +1,65 @@
+"""One request under way, and what the dispatcher remembers of it.
+
+Life cycle: made when the request is let in, dropped in the moment its machine has ended; only its mailbox stays with
+the reader.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from protocol.ids import Peer
+from router.explanations import Decision
+from router.front.generation import Generation
+from router.instructions import NeedPlacement
+from router.mailbox import Mailbox
+from router.policy import Demand, Placement
+from router.prompt_chain import PromptChains
+from router.request import RequestMachine
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """One live request.
+
+    Attributes:
+        machine: decides.
+        generation: what its reader wants.
+        chains: of its prompt's blocks.
+        mailbox: its reader's.
+        placement: where its latest attempt runs, or ran.
+        answered: whether its first token was given out.
+        decision: why its latest attempt went there; None before the first, and where another's carries it.
+    """
+
+    machine: RequestMachine
+    generation: Generation
+    chains: PromptChains
+    mailbox: Mailbox = field(default_factory=Mailbox)
+    placement: Placement | None = None
+    answered: bool = False
+    decision: Decision | None = None
+
+    def demand(
+        self, wish: NeedPlacement, turn: int, ttft_target: float, barred: frozenset[Peer], sequences: int
+    ) -> Demand:
+        """What its next attempt wants of a placement; arguments as in :class:`Demand`.
+
+        ``ttft_target`` is that of requests that bring none.
+        """
+        machine, generation = self.machine, self.generation
+        if machine.emitted:
+            self.chains.grow(machine.token_ids)
+        own = generation.ttft_target
+        return Demand(
+            needs_decode=wish.needs_decode,
+            excluded=wish.excluded,
+            turn=turn,
+            prompt_tokens=machine.prompt_tokens,
+            output=generation.sampling.max_tokens - machine.emitted,
+            session=generation.session,
+            sequences=sequences,
+            # What was let in is served, late or not.
+            ttft_target=0.0 if machine.attempt else ttft_target if own is None else own,
+            barred=barred,
+        )
