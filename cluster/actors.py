@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from cluster.hosting import Host, Service, StartProgress
+from cluster.phases import Phase, process_age
 from cluster.plan import ActorOrder, decode_config, prefill_config, router_config
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
         stage, fraction: how far it has come up.
         error: why it failed, or "".
         restarted: whether this is a later life of the actor.
+        phases: how long each phase of its start took, from the start of its process; those that are over.
     """
 
     name: str
@@ -51,6 +53,7 @@ class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
     fraction: float = 0.0
     error: str = ""
     restarted: bool = False
+    phases: tuple[Phase, ...] = ()
 
 
 class ServiceActor:
@@ -59,8 +62,11 @@ class ServiceActor:
     def __init__(self, order: bytes) -> None:
         import ray
 
+        self._process = Phase(name="process", seconds=process_age())
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         self._order = msgspec.json.decode(order, type=ActorOrder)
+        # Here, and not in a runtime environment of Ray's: an agent would have to come up first and make that.
+        os.environ.update(self._order.environment())
         self._address = ray.util.get_node_ip_address()
         context = ray.get_runtime_context()
         self._restarted = bool(context.was_current_actor_reconstructed)
@@ -80,6 +86,7 @@ class ServiceActor:
                 fraction=self._host.fraction,
                 error=self._host.error,
                 restarted=self._restarted,
+                phases=(self._process, *self._host.phases),
             )
         )
 
@@ -179,7 +186,6 @@ def create_actor(ray: Any, order: ActorOrder) -> Any:
         "num_gpus": order.gpus,
         "max_restarts": -1,
         "max_concurrency": MAX_CALLS,
-        "runtime_env": {"env_vars": order.environment()},
     }
     if order.role == "router":
         here = ray.get_runtime_context().get_node_id()

@@ -17,6 +17,7 @@ from cluster.actors import ActorStatus, create_actor
 from cluster.config import ClusterConfig
 from cluster.model_store import resolve_model
 from cluster.ownership import check_ownership
+from cluster.phases import PhaseClock, spelled
 from cluster.plan import ROUTER_NAME, ActorOrder, check_orders, planned_orders, router_order, worker_orders
 from cluster.port import bound_port
 from cluster.progress import Progress, Step, silent
@@ -31,13 +32,20 @@ STOP_SECONDS = 15.0
 """What an actor gets to stop in good order before it is killed."""
 
 
-def up(config: ClusterConfig, progress: Progress = silent, *, store: StateStore | None = None) -> ClusterState:
+def up(
+    config: ClusterConfig,
+    progress: Progress = silent,
+    *,
+    store: StateStore | None = None,
+    clock: PhaseClock | None = None,
+) -> ClusterState:
     """Bring a cluster up and return once its router is ready.
 
     Args:
         config: the cluster.
         progress: told of each step.
         store: where the cluster is recorded; None takes the user's.
+        clock: of what went before; None begins here.
 
     Raises:
         ClusterExists: one of that name is up.
@@ -45,6 +53,8 @@ def up(config: ClusterConfig, progress: Progress = silent, *, store: StateStore 
         ConfigError, ModelError, ClusterError: as they say. After any of them nothing is left running.
     """
     store = StateStore() if store is None else store
+    clock = PhaseClock("checks", time.monotonic()) if clock is None else clock
+    clock.enter("checks", time.monotonic())
     check_ownership()
     # What is wrong with the file is said first, also while another cluster has the name.
     check_orders(planned_orders(config), Path(config.model))
@@ -52,7 +62,7 @@ def up(config: ClusterConfig, progress: Progress = silent, *, store: StateStore 
     _clear_remains(config.name, store)
     state = store.reserve(config.name)
     try:
-        return _BringUp(config, progress, store, state, model).run()
+        return _BringUp(config, progress, store, state, model, clock).run()
     except BaseException:
         with uninterrupted():
             progress(Step(actor="cluster", stage="giving up, bringing down what has started"))
@@ -87,10 +97,16 @@ class _BringUp:
     """One cluster on its way up; keeps its record current."""
 
     def __init__(
-        self, config: ClusterConfig, progress: Progress, store: StateStore, state: ClusterState, model: Path
+        self,
+        config: ClusterConfig,
+        progress: Progress,
+        store: StateStore,
+        state: ClusterState,
+        model: Path,
+        clock: PhaseClock,
     ) -> None:
         self._config, self._progress, self._store, self._state = config, progress, store, state
-        self._model = model
+        self._model, self._clock = model, clock
         self._deadline = time.monotonic() + config.ray.start_timeout
         self._pids: dict[str, int] = {}
 
@@ -101,8 +117,11 @@ class _BringUp:
         self._record(secret=secret)
         router = router_order(config, *_free_ports(config, self._store), secret)
         check_orders([router], self._model)
+        self._clock.enter("Ray's node", time.monotonic())
         node = self._node()
+        self._clock.enter("connection to it", time.monotonic())
         with connect(node, config.name) as ray:
+            self._clock.enter("processes", time.monotonic())
             here = "127.0.0.1" if node.owned else ray.util.get_node_ip_address()
             scheme = "https" if config.router.tls_certificate else "http"
             workers = worker_orders(config, (f"tcp://{here}:{router.hub_port}",), secret)
@@ -115,9 +134,12 @@ class _BringUp:
             )
             # All at once: a worker knows where the router will be, and its connection waits for it.
             self._await(ray, {order.name: self._place(ray, order) for order in (router, *workers)}, node)
+            self._clock.enter("router", time.monotonic())
         self._await_router()
-        self._record(ready=True)
-        self._progress(Step(actor="cluster", stage="ready", fraction=1.0))
+        self._clock.end(time.monotonic())
+        phases = self._clock.phases
+        self._record(ready=True, phases=phases)
+        self._progress(Step(actor="cluster", stage="ready", fraction=1.0, detail=spelled(phases)))
         return self._state
 
     def _node(self) -> NodeState:
@@ -147,7 +169,8 @@ class _BringUp:
                 name = calls.pop(call)
                 status = self._status(ray, call, name, node)
                 last[name] = f"{status.stage} {status.fraction:.0%}" if status.fraction else status.stage
-                self._progress(Step(actor=name, stage=status.stage, fraction=status.fraction))
+                detail = spelled(status.phases) if status.state == "ready" else ""
+                self._progress(Step(actor=name, stage=status.stage, fraction=status.fraction, detail=detail))
                 if status.state != "ready":
                     calls[handles[name].status.remote()] = name
             if calls and time.monotonic() > self._deadline:

@@ -69,10 +69,12 @@ def up_command(file: Annotated[Path, typer.Argument(metavar="FILE", help="The cl
     from cluster.bring_up import up
     from cluster.config_file import load_config
     from cluster.display import StepPrinter
+    from cluster.phases import since_process_start
     from cluster.signals import exit_on_terminate
 
+    clock = since_process_start("command")
     with exit_on_terminate():
-        state = up(load_config(file), StepPrinter(Console(stderr=True)))
+        state = up(load_config(file), StepPrinter(Console(stderr=True)), clock=clock)
     typer.echo(f"cluster {state.name!r} serves {state.model} at {state.url}/v1")
 
 
@@ -83,7 +85,7 @@ def status_command(
     """Show the processes of a cluster and what they do."""
     import msgspec
 
-    from cluster.display import status_table
+    from cluster.display import start_lines, status_table
     from cluster.state import StateStore
     from cluster.status import cluster_report
 
@@ -97,6 +99,8 @@ def status_command(
     if report.actors:
         # Whoever reads it through a pipe wants whole words.
         Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(status_table(report))
+    for line in start_lines(report):
+        typer.echo(line)
     if report.hint:
         raise ClusterError(report.hint)
 

@@ -17,6 +17,7 @@ from cluster.bring_up import down, up
 from cluster.config import ClusterConfig, EngineSection
 from cluster.conversation import show_stream
 from cluster.display import StepPrinter, timing_table, transfer_line
+from cluster.phases import since_process_start
 from cluster.signals import exit_on_terminate, uninterrupted
 from cluster.state import ClusterState, StateStore
 from protocol.errors import ClusterNotFound
@@ -53,13 +54,14 @@ def run_demo(
     Raises:
         KVFerryError: it did not come up, or did not answer; nothing is left running.
     """
+    clock = since_process_start("command")
     config = laptop_config("demo") if config is None else config
     config = _with_free_port(config) if port is None else _with_port(config, port)
     workers = f"{config.prefill.replicas} prefill, {config.decode.replicas} decode"
     console.print(f"kvferry demo: {config.model} on this machine, 1 router, {workers}", highlight=False)
     printer = StepPrinter(console)
     with exit_on_terminate():
-        state = up(config, printer)
+        state = up(config, printer, clock=clock)
         try:
             _ask(console, state, question)
             if not oneshot:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from cluster.phases import spelled
 from cluster.progress import Step
 
 if TYPE_CHECKING:
@@ -34,8 +35,10 @@ class StepPrinter:
             return
         self._last[step.actor] = (step.stage, quarter)
         percent = f" {step.fraction:.0%}" if 0.0 < step.fraction < 1.0 else ""
+        detail = f": {step.detail}" if step.detail else ""
         elapsed = time.monotonic() - self._begun
-        self._console.print(f"[{elapsed:6.1f} s] {step.actor:<12} {step.stage}{percent}", markup=False, highlight=False)
+        line = f"[{elapsed:6.1f} s] {step.actor:<12} {step.stage}{percent}{detail}"
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def status_table(report: ClusterReport) -> Table:
@@ -54,6 +57,16 @@ def status_table(report: ClusterReport) -> Table:
         where = (status.host or "-",) if len(hosts) > 1 else ()
         table.add_row(status.name, *where, status.role, str(status.pid or "-"), _state(actor), *_load(actor.load))
     return table
+
+
+def start_lines(report: ClusterReport) -> list[str]:
+    """Where the time of the start went: of the command, and of each process that is ready."""
+    lines = [f"start of the cluster: {spelled(report.phases)}"] if report.phases else []
+    return lines + [
+        f"start of {actor.status.name}: {spelled(actor.status.phases)}"
+        for actor in report.actors
+        if actor.status.state == "ready" and actor.status.phases
+    ]
 
 
 def timing_table(timings: Timings, *, per_token: float | None) -> Table:

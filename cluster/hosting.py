@@ -12,12 +12,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from enum import Enum
 from typing import Any, Protocol, TypeVar
 
 from cluster.event_loop import new_loop
+from cluster.phases import Phase, PhaseClock
 from protocol.errors import KVFerryError, StartFailed
 from protocol.transitions import TransitionTable
 
@@ -102,6 +104,7 @@ class Host:
         self.stage, self.fraction, self.error = "placed", 0.0, ""
         self._make, self._retry, self._on_fatal = make, retry, on_fatal
         self._tracker = HOST_TABLE.start(name)
+        self._clock = PhaseClock("thread", time.monotonic())
         self._loop: asyncio.AbstractEventLoop | None = None
         self._asked_to_stop = asyncio.Event()
         self._ended = threading.Event()
@@ -111,6 +114,11 @@ class Host:
     def state(self) -> HostState:
         """Where the service stands."""
         return self._tracker.state
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """How long each phase of its coming up took; those that are over."""
+        return self._clock.phases
 
     def begin(self) -> None:
         """Start the thread."""
@@ -182,6 +190,7 @@ class Host:
             error = await self._try(stop)
             if error is None:
                 if not stop.done():
+                    self._clock.end(time.monotonic())
                     self.stage, self.fraction, self.error = "ready", 1.0, ""
                     self._tracker.move(HostEvent.CAME_UP)
                     return True
@@ -202,6 +211,7 @@ class Host:
         """Why the service did not come up; None when it did, or when it shall stop."""
         assert self._loop is not None
         try:
+            self._progress("imports", 0.0)
             self.service = await self._loop.run_in_executor(None, self._make)
             start = asyncio.create_task(self.service.start(self._progress))
             await asyncio.wait([start, stop], return_when=asyncio.FIRST_COMPLETED)
@@ -229,6 +239,8 @@ class Host:
             self._on_fatal(error)
 
     def _progress(self, stage: str, fraction: float) -> None:
+        # From one thread at a time: what is loading, or the loop that waits for it.
+        self._clock.enter(stage, time.monotonic())
         self.stage, self.fraction = stage, fraction
 
 

@@ -64,7 +64,7 @@ class ActorOrder(msgspec.Struct, frozen=True, kw_only=True):
         return 0.0 if self.role == "router" else self.config.section(self.role).gpus
 
     def environment(self) -> dict[str, str]:
-        """Variables that must be there before the process imports a numeric library."""
+        """Variables that the actor sets before its process imports a numeric library."""
         return {"OMP_NUM_THREADS": str(self.threads)}
 
 

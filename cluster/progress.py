@@ -14,11 +14,13 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
         actor: name of an actor, or "model", "ray", "cluster".
         stage: what it is at.
         fraction: done of that stage, in [0, 1].
+        detail: what else is to be said of it.
     """
 
     actor: str
     stage: str
     fraction: float = 0.0
+    detail: str = ""
 
 
 Progress = Callable[[Step], None]

@@ -61,6 +61,9 @@ def start_node(section: RaySection, started: Callable[[NodeState], None], *, tim
         daemon = ProcessMark.of(_spawn(folder, state.token))
         state = msgspec.structs.replace(state, daemon=daemon)
         started(state)
+        with _environment(_driver_environment(state)):
+            # Who connects needs it, and this process has nothing else to do meanwhile.
+            importlib.import_module("ray")
         address = _await_ready(folder, daemon, timeout)
     except BaseException:
         stop_node(state)

@@ -15,6 +15,7 @@ import msgspec
 import platformdirs
 import psutil
 
+from cluster.phases import Phase
 from protocol.errors import ClusterError, ClusterExists, ClusterNotFound
 
 MAX_STATE_BYTES = 1 << 20
@@ -84,6 +85,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
         transport: of the KV blocks.
         secret: what every process of the cluster must know to be spoken with; the file is readable by its owner alone.
         ready: whether it came up.
+        phases: how long each phase of its coming up took.
     """
 
     name: str
@@ -97,6 +99,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     transport: str = ""
     secret: str = ""
     ready: bool = False
+    phases: tuple[Phase, ...] = ()
 
     def __repr__(self) -> str:
         # Whatever is logged or raised with a state in it must not tell the secret.

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from cluster.actors import ActorStatus
+from cluster.phases import Phase
 from cluster.ray_node import connect, node_alive
 from cluster.state import ClusterState, StateStore
 from protocol.messages import WorkerLoad
@@ -29,6 +30,7 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
         state: "ready" when every actor is, "starting", "unfinished" when the command that brought it up is gone
             before it was done, "degraded", or "dead" when its Ray node is gone.
         actors: router first.
+        phases: how long each phase of its coming up took, from the command to ready.
         hint: what to do about a cluster that will not come back by itself; "" for any other.
     """
 
@@ -38,6 +40,7 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
     transport: str
     state: str
     actors: tuple[ActorReport, ...] = ()
+    phases: tuple[Phase, ...] = ()
     hint: str = ""
 
 
@@ -104,5 +107,6 @@ def _report(state: ClusterState, word: str, actors: tuple[ActorReport, ...]) -> 
         transport=state.transport,
         state=word,
         actors=actors,
+        phases=state.phases,
         hint=f"{hints[word]}; clear it with: kvferry down {state.name}" if word in hints else "",
     )

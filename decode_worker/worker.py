@@ -73,9 +73,7 @@ class DecodeWorker:
         self.me = Peer(config.name, time.time_ns())
         self.ready = False
         self.profile: WorkerProfile | None = None
-        self._loops = Loops()
-        self._forks = ForkBook()
-        self._wake = asyncio.Event()
+        self._loops, self._forks, self._wake = Loops(), ForkBook(), asyncio.Event()
         self._cached_tokens = self._preemptions = self._failures = 0
 
     async def start(self, progress: Callable[[str, float], None] | None = None) -> None:
@@ -97,6 +95,8 @@ class DecodeWorker:
 
         self._stepper = await Stepper.load(self.config.engine, progress)
         resources.callback(self._stepper.close)
+        if progress is not None:
+            progress("sockets", 0.0)
         runner, settings = self._stepper.runner, self._stepper.runner.config
         self._max_model_len = runner.max_model_len
         self.pool = BlockPool(runner.num_blocks, settings.block_size, prefix_cache=settings.prefix_cache)

@@ -16,6 +16,11 @@ from protocol.errors import CheckpointUnavailable, WeightMismatch
 Progress = Callable[[str, float], None]
 """Told the stage and how much of it is done, from 0 to 1."""
 
+
+def silent(stage: str, done: float) -> None:
+    """A :data:`Progress` that shows nothing."""
+
+
 MAX_JSON_BYTES = 64 << 20
 """Longest JSON file of a checkpoint that is read."""
 _SINGLE = "model.safetensors"
@@ -81,7 +86,7 @@ def load_weights(
     destinations: Mapping[str, torch.Tensor],
     *,
     ignored: Callable[[str], bool],
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> None:
     """Fill ``destinations`` from the checkpoint; the files are memory-mapped and each tensor is copied once.
 
@@ -104,8 +109,7 @@ def load_weights(
                     continue
                 _fill(shard, name, destinations[name])
                 missing.discard(name)
-                if progress is not None:
-                    progress("weights", 1.0 - len(missing) / len(destinations))
+                progress("weights", 1.0 - len(missing) / len(destinations))
     if missing:
         raise WeightMismatch(f"tensor {min(missing)!r} is missing from {directory} ({len(missing)} missing in all)")
 

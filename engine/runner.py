@@ -17,7 +17,7 @@ import torch
 from engine.attention import create_backend
 from engine.attention.backend import AttentionBackend
 from engine.batch import BatchLimits, Chunk, Draw, flatten
-from engine.checkpoint import Progress, load_weights
+from engine.checkpoint import Progress, load_weights, silent
 from engine.config import EngineConfig
 from engine.copy_queue import CopyQueue, copy_queue
 from engine.decode_graphs import DecodeGraphs
@@ -86,6 +86,10 @@ class ModelRunner:
     def load(cls, config: EngineConfig, progress: Progress | None = None) -> ModelRunner:
         """Read the checkpoint and allocate the cache; sets torch's thread count where ``config`` names one.
 
+        Args:
+            config: settings.
+            progress: told of each stage, and of the weights how far they are.
+
         Raises:
             ConfigError: a setting does not fit the model or the device.
             ModelError: the checkpoint cannot be served.
@@ -111,11 +115,16 @@ class ModelRunner:
             order=config.order,
             scales=cache_scales(directory, model_config.num_layers, cache_dtype),
         )
+        report = progress or silent
+        report("kernels", 0.0)
         backend = create_backend(config.attention, layout, device, TORCH_DTYPES[dtype])
+        report("weights", 0.0)
         with _mapped(f"loading {directory}"):
             model = build(model_config, max_model_len=max_model_len, dtype=TORCH_DTYPES[dtype], device=device)
-            load_weights(directory, model.destinations(), ignored=model.ignores, progress=progress)
+            load_weights(directory, model.destinations(), ignored=model.ignores, progress=report)
+            report("packing", 0.0)
             model.seal()
+            report("pool", 0.0)
             num_blocks = pool_blocks(config, layout, device)
             resolve_max_model_len(config, model_config, num_blocks)
             cache = KVCache(layout, num_blocks, device)

@@ -47,7 +47,7 @@ class Stepper:
 
         Args:
             config: of the engine.
-            progress: called with a stage's name and the fraction done, from that thread.
+            progress: called with a stage's name and the fraction done; from that thread, or from here while it rests.
             decodes: whether there will be steps of decodes alone; see :meth:`ModelRunner.warm_up`.
 
         Raises:
@@ -57,6 +57,8 @@ class Stepper:
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         try:
             runner = await loop.run_in_executor(executor, ModelRunner.load, config, progress)
+            if progress is not None:
+                progress("warm-up", 0.0)
             await loop.run_in_executor(executor, partial(runner.warm_up, decodes=decodes))
         except BaseException:
             executor.shutdown(wait=False)

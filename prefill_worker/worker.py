@@ -97,6 +97,8 @@ class PrefillWorker:
 
         self._stepper = await Stepper.load(self.config.engine, progress, decodes=False)
         resources.callback(self._stepper.close)
+        if progress is not None:
+            progress("sockets", 0.0)
         runner = self._stepper.runner
         settings = runner.config
         self._max_model_len = runner.max_model_len

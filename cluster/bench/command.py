@@ -277,6 +277,85 @@ def attention_command(
         raise typer.Exit(1)
 
 
+@bench_app.command("engine")
+def engine_command(
+    model: Annotated[
+        str, typer.Option("--model", help="A directory with a model, or a known name (kvferry model list).")
+    ] = DEFAULT_SHAPE,
+    kinds: Annotated[str, typer.Option(help="Steps: decode, prefill.")] = "decode,prefill",
+    batch: Annotated[str, typer.Option(help="Sequences of a decode.")] = "1,8,32",
+    prompts: Annotated[str, typer.Option(help="Sequences of a prefill.")] = "1,8,32",
+    context: Annotated[
+        str, typer.Option(help="Tokens of each sequence, those of the step included.")
+    ] = "128,1k,4k,16k",
+    steps: Annotated[int, typer.Option(help="Of a decode, in each round.")] = 8,
+    max_prompt_tokens: Annotated[str, typer.Option(help="Prefills of more tokens in all are left out.")] = "16k",
+    chunk: Annotated[int, typer.Option(min=1, help="Prompt tokens of one step.")] = 512,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Of weights; auto is what the device computes in.")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto, float8_e4m3 or float8_e5m2.")] = "auto",
+    attention: Annotated[str, typer.Option(help="Backend; auto fits the device.")] = "auto",
+    order: Annotated[str, typer.Option(help="Of a block: NHD or HND.")] = "NHD",
+    block_size: Annotated[int, typer.Option(min=1, max=1 << 16, help="Tokens of a block.")] = 16,
+    threads: Annotated[int | None, typer.Option(min=1, max=1024, help="Of a CPU; torch's choice by default.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.01, max=3600, help="Measure each case for so long.")] = 2.0,
+    max_pool: Annotated[str, typer.Option(help="Cases that need a larger cache are left out.")] = "4GiB",
+    seed: Annotated[int, typer.Option(min=0, help="Of the turns.")] = 0,
+    cpu_time: Annotated[
+        bool, typer.Option("--cpu-time", help="Of the one thread, where others share its core.")
+    ] = False,
+    vs: Annotated[str | None, typer.Option(help="Also measure rivals on the same work: transformers, vllm.")] = None,
+    vs_python: Annotated[
+        str | None, typer.Option(metavar="FILE", help="The interpreter that has them; this one by default.")
+    ] = None,
+    json: Json = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Also draw them: .html, .png or .svg.")
+    ] = None,
+) -> None:
+    """Measure steps of the engine, as the workers drive it, against this machine's roofline and other engines."""
+    from cluster.bench.case import parse_choices, parse_count, parse_counts
+    from cluster.bench.engine.case import KINDS, EngineGrid
+    from cluster.bench.engine.contest import EngineOptions, compare_engines
+    from cluster.bench.engine.rivals import RIVALS
+    from cluster.bench.rivals.contest import Invitation
+    from cluster.model_command import show_progress
+    from cluster.model_store import resolve_model
+    from cluster.signals import exit_on_terminate
+    from engine.config import EngineConfig
+
+    grid = EngineGrid(
+        kinds=parse_choices(kinds, KINDS, field="kinds"),
+        decodes=parse_counts(batch, field="batch"),
+        prompts=parse_counts(prompts, field="prompts"),
+        contexts=parse_counts(context, field="context"),
+        steps=steps,
+        max_prompt_tokens=parse_count(max_prompt_tokens, field="max_prompt_tokens"),
+    )
+    settings: Any = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype, "device": device, "attention": attention}
+    settings |= {"order": order, "block_size": block_size, "max_batch_tokens": chunk, "threads": threads}
+    with exit_on_terminate():
+        with show_progress(Console(stderr=True), model) as progress:
+            directory = resolve_model(model, progress)
+        options = EngineOptions(
+            engine=EngineConfig(model=str(directory), **settings),
+            grid=grid,
+            seconds=seconds,
+            max_pool=parse_count(max_pool, field="max_pool"),
+            seed=seed,
+            cpu_time=cpu_time,
+            json=json,
+            plot=plot,
+            rivals=Invitation(
+                () if vs is None else parse_choices(vs, tuple(RIVALS), field="vs"), vs_python or sys.executable
+            ),
+        )
+        out = Console()
+        good = compare_engines(options, out if out.is_terminal else Console(width=TABLE_WIDTH))
+    if not good:
+        raise typer.Exit(1)
+
+
 @bench_app.command("latency")
 def latency_command(
     url: Annotated[str | None, typer.Option("--url", help="Of the router; default: the cluster that is up.")] = None,

@@ -229,7 +229,8 @@ async def storm(crew: Crew, model: Path, scheme: str) -> AsyncIterator[Storm]:
         worker_timeout=LOST,
         lease_ttl=LEASE,
         worker_wait=20.0,
-        max_attempts=8,
+        # A busy machine loses workers that only wait for their turn: what is looked at is the text, not the bound.
+        max_attempts=32,
     )
     server = RouterServer(config)
     await server.start()

@@ -20,11 +20,12 @@ from cluster.bench.attention.contest import AttentionOptions, compare_attention
 from cluster.bench.attention.figures import AttentionOutcome, AttentionReport, EntryFigure, attention_remarks
 from cluster.bench.attention.measure import layers_for
 from cluster.bench.attention.plot import lines_of, write_attention_plot
-from cluster.bench.attention.roofline import Rates, Work, floor, work_of
 from cluster.bench.attention.shape import SHAPES, HeadShape, shape_of
+from cluster.bench.attention.work import work_of
 from cluster.bench.machine import Machine
 from cluster.bench.picture import SUFFIXES
 from cluster.bench.preset import layout_of
+from cluster.bench.roofline import Rates, Work, floor
 from engine.attention import BACKENDS
 from engine.attention.reference import ReferenceAttention
 from engine.config import EngineConfig

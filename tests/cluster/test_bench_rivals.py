@@ -18,7 +18,7 @@ from cluster.bench.case import TABLES, Case, Grid, Table
 from cluster.bench.far_end import serve
 from cluster.bench.near_end import Setup
 from cluster.bench.report import Measured, Outcome
-from cluster.bench.rivals.contest import RIVALS, Invitation, RivalState
+from cluster.bench.rivals.contest import MOVERS, RIVALS, Invitation, RivalState
 from cluster.bench.rivals.process import PROGRAM, started
 from cluster.bench.run import Effort, run
 from kv_transfer.transport import TransportConfig
@@ -134,12 +134,12 @@ async def test_the_real_rival(rival: str, place: Place) -> None:
 
 async def test_an_interpreter_that_is_none_is_named() -> None:
     with pytest.raises(ConfigError, match="vs_python must be an interpreter, got 'no-such-python'"):
-        async with started("no-such-python", {}):
+        async with started("no-such-python", {}, MOVERS):
             pass
 
 
 async def test_a_program_of_another_kind_is_no_rival() -> None:
-    async with started(sys.executable, {"PYTHONWARNINGS": "ignore"}) as rival:
+    async with started(sys.executable, {"PYTHONWARNINGS": "ignore"}, MOVERS) as rival:
         with pytest.raises(ConnectionFailed, match="KeyError"):
             await rival.ask("start", rival="pigeon", blocks=1, block_bytes=1, seed=1, role="near")
 
@@ -147,7 +147,8 @@ async def test_a_program_of_another_kind_is_no_rival() -> None:
 def test_the_program_ends_with_its_standard_input_while_it_polls(stand_in: Path) -> None:
     rival_stand_in.install(stand_in)
     pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-P", str(PROGRAM)], stdin=pipe, stdout=pipe, text=True) as program:
+    command = [sys.executable, "-P", str(PROGRAM), str(MOVERS)]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as program:
         assert program.stdin is not None
         assert program.stdout is not None
         start = '{"do":"start","rival":"mooncake","blocks":2,"block_bytes":64,"seed":1,"role":"far"}'

@@ -103,6 +103,19 @@ def test_every_step_was_told_and_the_cluster_answers(world: World) -> None:
     assert world.answer()
 
 
+def test_the_start_is_told_by_phase(world: World) -> None:
+    report = world.report()
+    phases = [phase.name for phase in report.phases]
+    assert phases == ["checks", "Ray's node", "connection to it", "processes", "router"]
+    assert min(phase.seconds for phase in report.phases) >= 0.0
+    of_workers = ["process", "thread", "imports", "kernels", "weights", "packing", "pool", "warm-up", "sockets"]
+    for name in ("prefill-0", "decode-0"):
+        assert [phase.name for phase in world.actor(name).status.phases] == of_workers
+    ready = {step.actor: step.detail for step in world.steps if step.stage == "ready"}
+    assert "warm-up" in ready["decode-0"]
+    assert "Ray's node" in ready["cluster"]
+
+
 def test_the_report_tells_of_every_process(world: World) -> None:
     report = world.report()
     assert (report.state, report.model, report.url) == ("ready", "tiny", world.state.url)

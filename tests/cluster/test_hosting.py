@@ -61,6 +61,7 @@ def test_a_service_comes_up_and_stops_with_nobody_calling_its_methods(hosts: lis
     host.begin()
     until(lambda: host.state is HostState.READY)
     assert (host.stage, host.fraction, host.error) == ("ready", 1.0, "")
+    assert [phase.name for phase in host.phases] == ["thread", "imports", "loading"]
     host.stop(5.0)
     assert host.state is HostState.STOPPED
     assert service.calls == ["start", "stop"]

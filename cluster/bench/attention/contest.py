@@ -22,13 +22,13 @@ from cluster.bench.attention.figures import (
 )
 from cluster.bench.attention.measure import Scene, layers_for, measure_case, working
 from cluster.bench.attention.plot import write_attention_plot
-from cluster.bench.attention.roofline import HOST_READ_BYTES, Device, Rates
 from cluster.bench.attention.shape import shape_of
 from cluster.bench.attention.step import blocks_of
 from cluster.bench.machine import this_machine
 from cluster.bench.picture import check_plot
 from cluster.bench.progress import CaseProgress
 from cluster.bench.report import write_bytes
+from cluster.bench.roofline import HOST_READ_BYTES, Device, Rates
 from engine.attention.backend import Scoring
 from engine.config import EngineConfig
 from engine.kv_cache import TORCH_DTYPES

@@ -8,9 +8,9 @@ import msgspec
 from rich.table import Table
 
 from cluster.bench.attention.case import AttentionCase
-from cluster.bench.attention.roofline import Bound
 from cluster.bench.attention.shape import HeadShape
 from cluster.bench.machine import Machine
+from cluster.bench.roofline import Bound
 
 VERSION = 1
 

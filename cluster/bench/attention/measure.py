@@ -13,9 +13,10 @@ import torch
 
 from cluster.bench.attention.case import AttentionCase
 from cluster.bench.attention.figures import AttentionOutcome, EntryFigure
-from cluster.bench.attention.roofline import Device, Rates, floor, work_of
 from cluster.bench.attention.shape import HeadShape
 from cluster.bench.attention.step import Step, blocks_of
+from cluster.bench.attention.work import work_of
+from cluster.bench.roofline import Device, Rates, floor
 from cluster.bench.statistics import paired_ratio
 from engine.attention import create_backend
 from engine.attention.backend import AttentionBackend, Scoring

@@ -1,4 +1,4 @@
-"""Other projects' transfers on the same work: ``program`` runs in the rival's interpreter, the rest in ours.
+"""Other projects' work beside ours: ``program`` runs in the rival's interpreter with what it is given, as ``movers``.
 
 ``process`` is one running program, ``contest`` two of them for each rival, in step with the rounds of a case.
 """

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 
 import msgspec
@@ -29,6 +30,7 @@ RIVALS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Name and how it is run. Of READ and WRITE the one that is better in a few tries counts, case by case."""
+MOVERS = Path(__file__).with_name("movers.py")
 START_SECONDS = 120.0
 TRIES = 3
 """Of each mode, to find the better one."""
@@ -202,7 +204,7 @@ class Contest:
             # One of the two may still be polling for the other.
             await entrant.near.end()
             await entrant.far.end()
-            self._on_rival(RivalState(rival=entrant.name, reason=_said(error)))
+            self._on_rival(RivalState(rival=entrant.name, reason=said(error)))
 
 
 @asynccontextmanager
@@ -224,13 +226,13 @@ async def entered(
         for name in invitation.names:
             settings = settings_of(scheme, tls)
             try:
-                near = await stack.enter_async_context(started(invitation.python, settings))
-                far = await stack.enter_async_context(started(invitation.python, settings))
+                near = await stack.enter_async_context(started(invitation.python, settings, MOVERS))
+                far = await stack.enter_async_context(started(invitation.python, settings, MOVERS))
                 entrant = _Entrant(name, near, far)
                 async with asyncio.timeout(START_SECONDS):
                     version = await entrant.start(layout, blocks)
             except (KVFerryError, msgspec.ValidationError, KeyError) as error:
-                on_rival(RivalState(rival=name, reason=_said(error)))
+                on_rival(RivalState(rival=name, reason=said(error)))
             except TimeoutError:
                 on_rival(RivalState(rival=name, reason=f"it did not start in {START_SECONDS:.0f} seconds"))
             else:
@@ -250,5 +252,6 @@ def _ships(transfer: Transfer) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     return ships
 
 
-def _said(error: Exception) -> str:
+def said(error: Exception) -> str:
+    """Why a rival drops out, for its state."""
     return (error.message if isinstance(error, KVFerryError) else f"its answer is none: {error}")[:MAX_TOLD]

@@ -74,8 +74,8 @@ class RivalProcess:
 
 
 @asynccontextmanager
-async def started(python: str, settings: Mapping[str, str]) -> AsyncIterator[RivalProcess]:
-    """The program in the interpreter ``python``, with ``settings`` in its environment.
+async def started(python: str, settings: Mapping[str, str], answerer: Path) -> AsyncIterator[RivalProcess]:
+    """The program in the interpreter ``python``, with ``settings`` in its environment and the file ``answerer``.
 
     Raises:
         ConfigError: there is no such interpreter.
@@ -84,7 +84,7 @@ async def started(python: str, settings: Mapping[str, str]) -> AsyncIterator[Riv
         try:
             # A session of its own, so that Ctrl-C reaches this process only, which then ends the other in order.
             process = await asyncio.create_subprocess_exec(
-                *(python, "-P", str(PROGRAM)),
+                *(python, "-P", str(PROGRAM), str(answerer)),
                 env={**os.environ, **settings},
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.bench.router.figures import MemoryRow, RouterReport, StreamRow
-from cluster.bench.router.stage import Stage, staged, until
+from cluster.bench.router.stage import POLL, Stage, staged
 from cluster.bench.router.streams import Connection, Seen, request
 from cluster.bench.statistics import latency
-from protocol.errors import ConfigError, ConnectionFailed
+from protocol.errors import ConfigError, StartFailed
+from router.client import AsyncClient
 
 PROMPT_TOKENS = 64
 AT_ONCE = 32
@@ -86,16 +86,12 @@ def _body(stage: Stage, tokens: int) -> bytes:
 
 
 async def _ready(stage: Stage) -> None:
-    """Both workers are known once an answer comes."""
-    async with asyncio.timeout(READY_SECONDS):
-        while True:
-            connection = await Connection(stage.url).open()
-            connection.ask(_body(stage, SHORT_TOKENS))
-            with suppress(ConnectionFailed, TimeoutError):
-                await asyncio.wait_for(connection.answered(), 0.2)
-                connection.leave()
-                return
-            connection.leave()
+    try:
+        async with AsyncClient(stage.url) as client, asyncio.timeout(READY_SECONDS):
+            while not (await client.health()).ready:  # noqa: ASYNC110 -- no event tells of it
+                await asyncio.sleep(POLL)
+    except TimeoutError as error:
+        raise StartFailed(f"the router knew no workers after {READY_SECONDS:g} s") from error
 
 
 async def _first_tokens(stage: Stage, runs: int) -> list[float]:
@@ -152,7 +148,8 @@ async def _streams(stage: Stage, streams: int, wanted: float | None, seconds: fl
 
 async def _memory(stage: Stage, requests: int) -> MemoryRow:
     await stage.decode.look(0.0)
-    body, begun, ended, early = _body(stage, SHORT_TOKENS), 0, 0, 0
+    body, begun, ended = _body(stage, SHORT_TOKENS), 0, 0
+    warm = asyncio.Event()
 
     async def keep_asking() -> None:
         nonlocal begun, ended
@@ -162,16 +159,19 @@ async def _memory(stage: Stage, requests: int) -> MemoryRow:
             connection.ask(body)
             await connection.answered()
             ended += 1
+            if ended > requests // 10:
+                warm.set()
         connection.leave()
 
     before, began = await stage.router.look(), time.perf_counter()
-    asking = asyncio.gather(*(keep_asking() for _ in range(AT_ONCE)))
     try:
-        await until(lambda: ended >= requests // 10 or asking.done(), "a tenth of the requests", float("inf"))
-        early = (await stage.router.look()).rss
-        await asking
-    finally:
-        asking.cancel()
+        async with asyncio.TaskGroup() as asking:
+            for _ in range(AT_ONCE):
+                asking.create_task(keep_asking())
+            await warm.wait()
+            early = (await stage.router.look()).rss
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from group
     after = await stage.router.look()
     return MemoryRow(
         requests=requests,

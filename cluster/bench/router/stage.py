@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
@@ -101,20 +101,6 @@ async def staged(tokenizer: Path) -> AsyncIterator[Stage]:
             os.sched_setaffinity(0, {others})
             stack.callback(os.sched_setaffinity, 0, cores)
         yield Stage(model, router, workers[0], workers[1], text)
-
-
-async def until(condition: Callable[[], bool], what: str, seconds: float) -> None:
-    """Wait for a condition.
-
-    Raises:
-        StartFailed: it did not come.
-    """
-    try:
-        async with asyncio.timeout(seconds):
-            while not condition():  # noqa: ASYNC110 -- no event tells of it
-                await asyncio.sleep(POLL)
-    except TimeoutError as error:
-        raise StartFailed(f"{what} did not come within {seconds:g} s") from error
 
 
 @asynccontextmanager

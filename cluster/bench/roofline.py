@@ -1,4 +1,4 @@
-"""What a step's attention must read and multiply at least, and how fast this device does either.
+"""What work must read and multiply at least, and how fast this device does either.
 
 The roofline (Williams et al., 2009): no program is faster than the slower of its bytes at the memory's speed and its
 products at the speed of one large product.
@@ -12,9 +12,6 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from cluster.bench.attention.case import AttentionCase
-from cluster.bench.attention.shape import HeadShape
-
 Bound = Literal["memory", "compute"]
 HOST_READ_BYTES, DEVICE_READ_BYTES = 256 << 20, 2 << 30
 """Read at once; far more than the caches of a CPU, and of a GPU, hold."""
@@ -23,11 +20,11 @@ HOST_SIDE, DEVICE_SIDE = 1024, 8192
 
 
 class Work(NamedTuple):
-    """Of one layer.
+    """What must be done.
 
     Attributes:
-        nbytes: K and V of the tokens that are seen, once, with the queries and what comes of them.
-        flops: two for each multiplication in scores and weighted sums, over the pairs that are seen only.
+        nbytes: read or written, each once.
+        flops: two for each multiplication.
     """
 
     nbytes: int
@@ -39,20 +36,6 @@ class Rates(NamedTuple):
 
     read: float
     multiply: float
-
-
-def work_of(case: AttentionCase, shape: HeadShape, itemsize: int, window: int) -> Work:
-    """The work of one layer; ``window`` 0 sees all."""
-    reach = window or case.context
-    # Query i sees min(reach, cached + 1 + i) tokens; the first `ramp` of them less than their reach.
-    ramp = min(max(reach - case.cached - 1, 0), case.queries)
-    pairs = ramp * (case.cached + 1) + ramp * (ramp - 1) // 2 + (case.queries - ramp) * reach
-    keys = min(case.context, case.queries + reach - 1)
-    elements = 2 * keys * shape.kv_heads + 2 * case.queries * shape.heads
-    return Work(
-        nbytes=case.batch * elements * shape.head_dim * itemsize,
-        flops=case.batch * 4 * pairs * shape.heads * shape.head_dim,
-    )
 
 
 def floor(work: Work, rates: Rates) -> tuple[float, Bound]:
@@ -67,10 +50,12 @@ class Device:
     Args:
         device: which.
         dtype: of the products.
+        now: a clock, in seconds.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, now: Callable[[], float] = time.perf_counter) -> None:
         self.device = device
+        self._now = now
         on_host = device.type == "cpu"
         read, side = (HOST_READ_BYTES, HOST_SIDE) if on_host else (DEVICE_READ_BYTES, DEVICE_SIDE)
         self._memory = torch.ones(read // 4, dtype=torch.int32, device=device)
@@ -89,10 +74,10 @@ class Device:
     def seconds(self, work: Callable[[], object]) -> float:
         """Seconds of one call of ``work``, to its end."""
         self.synchronize()
-        began = time.perf_counter()
+        began = self._now()
         work()
         self.synchronize()
-        return time.perf_counter() - began
+        return self._now() - began
 
     def read(self) -> float:
         """Read so much that no cache holds anything else then; bytes a second."""
