@@ -1,8 +1,8 @@
 """The Ray actors of a cluster: one process each, thin shells around a hosted service.
 
-Life cycle: Ray makes the process and the actor; its constructor starts the service, so that one that Ray restarts comes
-up with nobody calling. When the service ends by itself, the process ends with it and Ray makes a new one. Only control
-rides on these calls, as JSON bytes.
+Life cycle: Ray makes the process and the actor; its constructor starts the service, so that it comes up with nobody
+calling. An actor has one life: when the service fails, or has drained, the process ends with it, and the supervisor
+makes a new actor of the name where there shall be one. SIGTERM drains. Only control rides on these calls, as JSON.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from cluster.hosting import Host, Service, StartProgress
+from cluster.hosting import Host, HostState, Service, StartProgress
 from cluster.phases import Phase, process_age
 from cluster.plan import ActorOrder, decode_config, prefill_config, router_config
 
@@ -28,6 +29,8 @@ MAX_CALLS = 16
 """Calls of one actor at a time."""
 STOP_TIMEOUT_SECONDS = 10.0
 FATAL_EXIT_STATUS = 70
+MAX_LOG_BYTES = 1 << 20
+"""Of a log, in one answer."""
 
 
 class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +43,8 @@ class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
         state: a value of :class:`cluster.hosting.HostState`.
         stage, fraction: how far it has come up.
         error: why it failed, or "".
-        restarted: whether this is a later life of the actor.
+        incarnation: of this life of the name; the first one's is 1.
+        draining: whether it takes no new work.
         phases: how long each phase of its start took, from the start of its process; those that are over.
     """
 
@@ -52,12 +56,31 @@ class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
     stage: str = ""
     fraction: float = 0.0
     error: str = ""
-    restarted: bool = False
+    incarnation: int = 0
+    draining: bool = False
     phases: tuple[Phase, ...] = ()
+
+    @property
+    def restarted(self) -> bool:
+        """Whether this is not a process that the cluster came up with."""
+        return self.incarnation > 1
 
 
 class ServiceActor:
     """Runs the service that its order names. Ray calls the methods; each role has a class of its own below."""
+
+    _drained: bool = False
+    _host: Host | None = None
+
+    def __new__(cls, *_: object) -> Self:
+        """Made on the process's main thread, the only one that may take a signal; ``__init__`` is called on another."""
+        import ray
+
+        actor = super().__new__(cls)
+        # Whoever places an actor makes an object too, of a class that Ray mixes from this one and its own.
+        if not issubclass(cls, ray.actor.ActorClass):
+            signal.signal(signal.SIGTERM, lambda *_: actor.terminated())
+        return actor
 
     def __init__(self, order: bytes) -> None:
         import ray
@@ -68,45 +91,59 @@ class ServiceActor:
         # Here, and not in a runtime environment of Ray's: an agent would have to come up first and make that.
         os.environ.update(self._order.environment())
         self._address = ray.util.get_node_ip_address()
-        context = ray.get_runtime_context()
-        self._restarted = bool(context.was_current_actor_reconstructed)
-        self._host = Host(self._order.name, self._make, retry=self._restarted, on_fatal=_end_process)
+        self._host = Host(self._order.name, self._make, on_fatal=_end_process, on_left=_leave)
         self._host.begin()
 
     async def status(self) -> bytes:
         """An :class:`ActorStatus` as JSON."""
+        host = self._service_host
         return msgspec.json.encode(
             ActorStatus(
                 name=self._order.name,
                 role=self._order.role,
                 pid=os.getpid(),
                 host=self._address,
-                state=self._host.state.value,
-                stage=self._host.stage,
-                fraction=self._host.fraction,
-                error=self._host.error,
-                restarted=self._restarted,
-                phases=(self._process, *self._host.phases),
+                state=host.state.value,
+                stage=host.stage,
+                fraction=host.fraction,
+                error=host.error,
+                incarnation=self._order.incarnation,
+                draining=self._drained,
+                phases=(self._process, *host.phases),
             )
         )
 
-    async def ready(self) -> bool:
-        """Whether the service serves."""
-        return self._host.state.value == "ready"
-
     async def load(self) -> bytes:
         """The worker's :class:`protocol.messages.WorkerLoad` as JSON; "null" for a router, or while it is not ready."""
-        if self._order.role == "router" or not await self.ready():
+        if self._order.role == "router" or self._service_host.state is not HostState.READY:
             return b"null"
-        return await self._host.call(lambda worker: msgspec.json.encode(worker.load()))
+        return await self._service_host.call(lambda worker: msgspec.json.encode(worker.load()))
+
+    async def log(self, lines: int) -> bytes:
+        """The last lines that this process has written to its error output."""
+        return await asyncio.to_thread(last_lines, lines)
 
     async def stop(self) -> None:
         """Stop the service and wait for it, within a bound."""
-        await asyncio.get_running_loop().run_in_executor(None, self._host.stop, STOP_TIMEOUT_SECONDS)
+        await asyncio.get_running_loop().run_in_executor(None, self._service_host.stop, STOP_TIMEOUT_SECONDS)
 
-    async def pid(self) -> int:
-        """Of this process."""
-        return os.getpid()
+    async def drain(self, timeout: float) -> None:  # noqa: ASYNC109  told to the worker, not waited for here
+        """Take no new work, finish what there is within ``timeout`` seconds, give back the rest, and end."""
+        self._drained = True
+        self._service_host.drain(timeout)
+
+    def terminated(self) -> None:
+        """The process was sent SIGTERM."""
+        if self._host is None:
+            _leave()
+        else:
+            self._drained = True
+            self._host.drain(self._order.config.scale.drain_timeout)
+
+    @property
+    def _service_host(self) -> Host:
+        assert self._host is not None, "made by the constructor"
+        return self._host
 
     def _make(self) -> Service:
         from cluster.model_store import resolve_model
@@ -155,6 +192,7 @@ class RouterService:
 
     def __init__(self, server: RouterServer) -> None:
         self._server = server
+        self._drained = asyncio.Event()
 
     async def start(self, progress: StartProgress | None = None) -> None:
         """Bind both ports and serve."""
@@ -167,15 +205,27 @@ class RouterService:
         await self._server.stop()
 
     async def wait(self) -> None:
-        """Return when stopped; raise what ended it before that."""
-        await self._server.wait()
+        """Return when stopped, or to be; raise what ended it before that."""
+        ends = [asyncio.create_task(each) for each in (self._server.wait(), self._drained.wait())]
+        try:
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in ends:
+                each.cancel()
+            await asyncio.wait(ends)
+        for each in done:
+            await each
+
+    def drain(self, timeout: float) -> None:
+        """End; answers that are under way have the router's own ``stop_grace``."""
+        self._drained.set()
 
 
 _CLASSES: dict[str, type[ServiceActor]] = {"router": RouterActor, "prefill": PrefillActor, "decode": DecodeActor}
 
 
 def create_actor(ray: Any, order: ActorOrder) -> Any:
-    """Place a detached actor for ``order``; it starts by itself.
+    """Place a detached actor for ``order``; it starts by itself, and is not made again when it ends.
 
     A router stays on this machine: its workers find a restarted one where the first one was.
     """
@@ -184,17 +234,31 @@ def create_actor(ray: Any, order: ActorOrder) -> Any:
         "lifetime": "detached",
         "num_cpus": order.cpus,
         "num_gpus": order.gpus,
-        "max_restarts": -1,
+        "resources": order.resources,
+        "max_restarts": 0,
         "max_concurrency": MAX_CALLS,
     }
     if order.role == "router":
         here = ray.get_runtime_context().get_node_id()
         options["scheduling_strategy"] = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(here, soft=False)
+    elif order.spread:
+        options["scheduling_strategy"] = "SPREAD"
     return ray.remote(_CLASSES[order.role]).options(**options).remote(msgspec.json.encode(order))
 
 
 def _end_process(error: BaseException) -> None:
-    # A clean exit would tell Ray that the actor is done; this status makes it start a new one.
     traceback.print_exception(error)
     sys.stderr.flush()
     os._exit(FATAL_EXIT_STATUS)
+
+
+def _leave() -> None:
+    os._exit(0)
+
+
+def last_lines(lines: int) -> bytes:
+    """The last lines that this process has written to its error output, which Ray has made a file."""
+    file = Path("/proc/self/fd/2")
+    with file.open("rb") as stream:
+        stream.seek(max(0, file.stat().st_size - MAX_LOG_BYTES))
+        return b"\n".join(stream.read().splitlines()[-lines:])

@@ -1,7 +1,8 @@
 """Brings a cluster up, and down again.
 
 Life cycle of a cluster: its name is claimed, its Ray node started (or a running Ray cluster joined), the router's actor
-placed, then the workers', and it is up when the router says so. Whatever fails on the way, nothing is left behind.
+placed, then the workers' and the supervisor's, and it is up when the router says so; from then on the supervisor keeps
+it so. Whatever fails on the way, nothing is left behind.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import msgspec
 
 from cluster.actors import ActorStatus, create_actor
 from cluster.config import ClusterConfig
+from cluster.member import is_member
 from cluster.model_store import resolve_model
 from cluster.ownership import check_ownership
 from cluster.phases import PhaseClock, spelled
@@ -24,6 +26,7 @@ from cluster.progress import Progress, Step, silent
 from cluster.ray_node import connect, log_tail, node_alive, start_node, stop_node
 from cluster.signals import uninterrupted
 from cluster.state import ClusterState, NodeState, StateStore
+from cluster.supervisor import SUPERVISOR_NAME, SupervisorOrder, SupervisorReport, create_supervisor, remove_record
 from protocol.errors import ClusterError, ClusterNotFound, StartFailed
 
 POLL_SECONDS = 0.1
@@ -133,9 +136,23 @@ class _BringUp:
                 transport=config.transfer.transport,
             )
             # All at once: a worker knows where the router will be, and its connection waits for it.
-            self._await(ray, {order.name: self._place(ray, order) for order in (router, *workers)}, node)
+            handles = {order.name: self._place(ray, order) for order in (router, *workers)}
+            order = SupervisorOrder(
+                name=config.name,
+                config=config,
+                port=router.port,
+                hub_port=router.hub_port,
+                routers=workers[0].routers,
+                secret=secret,
+            )
+            # A cluster of this name that was not brought down in order would have left one.
+            remove_record(config.name)
+            supervisor = create_supervisor(ray, order)
+            self._await(ray, handles, node)
             self._clock.enter("router", time.monotonic())
-        self._await_router()
+            self._await_router()
+            self._clock.enter("supervisor", time.monotonic())
+            self._hand_over(ray, supervisor)
         self._clock.end(time.monotonic())
         phases = self._clock.phases
         self._record(ready=True, phases=phases)
@@ -186,14 +203,12 @@ class _BringUp:
         try:
             status = msgspec.json.decode(ray.get(call), type=ActorStatus)
         except ray.exceptions.RayError as error:
-            # While a cluster comes up, a death is a failure even where Ray would try again.
+            # While a cluster comes up, a death is a failure; nobody tries again.
             tail = log_tail(node, self._pids[name]) if name in self._pids else ""
             raise StartFailed(f"{name} died while starting: {tail or error}") from error
         self._pids[name] = status.pid
         if status.state == "failed":
             raise StartFailed(f"{name} failed to start: {status.error}")
-        if status.restarted:
-            raise StartFailed(f"{name} died while starting, and was restarted")
         return status
 
     def _await_router(self) -> None:
@@ -214,6 +229,15 @@ class _BringUp:
                     answer = f"{response.status_code} {response.text[:500]}"
                 time.sleep(POLL_SECONDS)
         raise StartFailed(f"{ROUTER_NAME} is not ready after {self._config.ray.start_timeout:g} s: {answer}")
+
+    def _hand_over(self, ray: Any, supervisor: Any) -> None:
+        self._progress(Step(actor=SUPERVISOR_NAME, stage="starting"))
+        try:
+            ray.get(supervisor.begin.remote(), timeout=self._left())
+            msgspec.json.decode(ray.get(supervisor.report.remote(), timeout=self._left()), type=SupervisorReport)
+        except ray.exceptions.RayError as error:
+            raise StartFailed(f"{SUPERVISOR_NAME} did not start: {error}") from error
+        self._progress(Step(actor=SUPERVISOR_NAME, stage="ready", fraction=1.0))
 
     def _record(self, **changes: Any) -> None:
         self._state = msgspec.structs.replace(self._state, **changes)
@@ -241,7 +265,13 @@ def _clear_remains(name: str, store: StateStore) -> None:
 
 def _stop_actors(state: ClusterState, node: NodeState, progress: Progress) -> None:
     with connect(node, state.name) as ray:
-        handles = {name: handle for name in state.actors if (handle := _find(ray, name)) is not None}
+        # The supervisor first, and at once: what is stopped from here on shall not come back.
+        supervisor = _find(ray, SUPERVISOR_NAME)
+        if supervisor is not None:
+            _kill(ray, {SUPERVISOR_NAME: supervisor}, state)
+        remove_record(state.name)
+        names = dict.fromkeys([*state.actors, *filter(is_member, ray.util.list_named_actors())])
+        handles = {name: handle for name in names if (handle := _find(ray, name)) is not None}
         # The router first: with it gone no new request comes in.
         for group in ([ROUTER_NAME], [name for name in handles if name != ROUTER_NAME]):
             asked = [handles[name].stop.remote() for name in group if name in handles]

@@ -11,7 +11,9 @@ from rich.console import Console
 
 from cluster.api_key import ApiKey, CaFile, key_command
 from cluster.bench.command import bench_app
+from cluster.config_command import config_app
 from cluster.explain_command import explain_command
+from cluster.fleet_command import drain_command, logs_command, restart_command, scale_command
 from cluster.model_command import model_app
 from protocol.errors import ClusterError, InvariantViolation, KVFerryError
 
@@ -24,8 +26,13 @@ app = typer.Typer(
 )
 app.add_typer(model_app)
 app.add_typer(bench_app)
+app.add_typer(config_app)
 app.command("key")(key_command)
 app.command("explain")(explain_command)
+app.command("scale")(scale_command)
+app.command("drain")(drain_command)
+app.command("restart")(restart_command)
+app.command("logs")(logs_command)
 
 ERROR_STATUS = 1
 INTERNAL_ERROR_STATUS = 70
@@ -101,6 +108,8 @@ def status_command(
         Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(status_table(report))
     for line in start_lines(report):
         typer.echo(line)
+    if report.actors and report.state == "degraded" and not report.supervised:
+        typer.echo("the supervisor does not answer: what dies is not brought back until it does")
     if report.hint:
         raise ClusterError(report.hint)
 

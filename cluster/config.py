@@ -23,6 +23,8 @@ NAME_PATTERN = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62})")
 MIN_OBJECT_STORE_BYTES = 75 << 20
 """Ray refuses a smaller object store."""
 MAX_REPLICAS = 1024
+RAY_RESOURCES = ("CPU", "GPU", "memory", "object_store_memory")
+"""Resources that Ray has of itself."""
 TRANSPORTS = tuple(mode for mode in MODES if mode != "inproc")
 """Transports that cross processes, as the workers of a cluster do, and the word for any of them."""
 
@@ -86,6 +88,9 @@ class RoleSection(msgspec.Struct, frozen=True, kw_only=True):
         replicas: how many.
         cpus: CPU cores that Ray sets aside for each; 0 lets them share.
         gpus: GPUs that Ray sets aside for each.
+        resources: Ray's custom resources that are set aside for each, by name, such as {rdma: 1}; a worker is placed
+            only where they are.
+        placement: "pack" fills nodes one after the other; "spread" puts each worker where the fewest are.
         threads: compute threads of each; None shares the cores of this machine evenly on our own node, and takes
             ``cpus`` on a joined one.
         engine: differences from the shared engine settings.
@@ -95,6 +100,8 @@ class RoleSection(msgspec.Struct, frozen=True, kw_only=True):
     replicas: int = 1
     cpus: float = 0.0
     gpus: float = 0.0
+    resources: dict[str, float] = {}
+    placement: Literal["pack", "spread"] = "pack"
     threads: int | None = None
     engine: EngineSection = EngineSection()
     limits: dict[str, Setting] = {}
@@ -105,6 +112,13 @@ class RoleSection(msgspec.Struct, frozen=True, kw_only=True):
             ("replicas", 1 <= self.replicas <= MAX_REPLICAS, f"in [1, {MAX_REPLICAS}]"),
             ("cpus", 0 <= self.cpus <= 4096, "in [0, 4096]"),
             ("gpus", 0 <= self.gpus <= 64, "in [0, 64]"),
+            (
+                "resources",
+                all(
+                    name and name not in RAY_RESOURCES and 0 < amount <= 1e6 for name, amount in self.resources.items()
+                ),
+                "names of custom resources with numbers over 0 (CPUs and GPUs have keys of their own)",
+            ),
             ("threads", self.threads is None or 1 <= self.threads <= 1024, "in [1, 1024], or null"),
         )
 
@@ -267,6 +281,19 @@ class RaySection(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class ScaleSection(msgspec.Struct, frozen=True, kw_only=True):
+    """How workers come and go while the cluster is up.
+
+    Attributes:
+        drain_timeout: seconds that a worker that leaves gets to finish what it has; the rest goes on elsewhere.
+    """
+
+    drain_timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        _check(self, ("drain_timeout", 0 <= self.drain_timeout <= 86400, "in [0, 86400] seconds"))
+
+
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One cluster.
 
@@ -276,7 +303,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
         served_name: what clients call the model; None takes the last part of ``model``.
         engine: settings shared by every worker.
         prefill, decode: the workers of each role.
-        router, transfer, ray: see there.
+        router, transfer, scale, ray: see there.
 
     Raises:
         ConfigError: names the field and the value.
@@ -290,6 +317,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     decode: DecodeSection = DecodeSection()
     router: RouterSection = RouterSection()
     transfer: TransferSection = TransferSection()
+    scale: ScaleSection = ScaleSection()
     ray: RaySection = RaySection()
 
     def __post_init__(self) -> None:

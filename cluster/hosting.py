@@ -1,16 +1,16 @@
 """Runs one service (a router or a worker) on an event loop of its own, in a thread of its own.
 
 Life cycle: made, :meth:`Host.begin` starts the thread, and the service comes up with nobody calling; :meth:`Host.stop`
-ends it. A service that ends by itself after it was ready is reported to ``on_fatal``::
+ends it, and :meth:`Host.drain` lets it end once it has finished what it has. One that has drained is reported to
+``on_left``, one that fails after it was ready to ``on_fatal``::
 
-    STARTING -came_up-> READY -stop-> STOPPING -ended-> STOPPED
+    STARTING -came_up-> READY -stop or drained-> STOPPING -ended-> STOPPED
     STARTING -failed-> FAILED        READY -failed-> FAILED
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -26,7 +26,6 @@ from protocol.transitions import TransitionTable
 T = TypeVar("T")
 
 StartProgress = Callable[[str, float], None]
-MAX_RETRY_DELAY_SECONDS = 30.0
 
 
 class Service(Protocol):
@@ -39,7 +38,10 @@ class Service(Protocol):
         """End, giving everything back; harmless when it never came up."""
 
     async def wait(self) -> None:
-        """Return when stopped; raise what ended it before that."""
+        """Return when stopped, or drained; raise what ended it before that."""
+
+    def drain(self, timeout: float) -> None:
+        """Take no new work, and end :meth:`wait` once all that there is has been finished or given back."""
 
 
 class HostState(Enum):
@@ -82,13 +84,13 @@ class Host:
     Args:
         name: of the thread, and in messages.
         make: makes the service; called in the thread, and may block.
-        retry: a service that does not come up is tried again, with a growing pause, in place of failing.
-        on_fatal: called, in the thread, when a service that was ready ends by itself.
+        on_fatal: called, in the thread, when a service that was ready fails.
+        on_left: called, in the thread, when a service that was to drain has ended.
 
     Attributes:
         service: the service, once made.
         stage, fraction: how far it has come up.
-        error: why it failed, or did not come up at the last try.
+        error: why it failed.
     """
 
     def __init__(
@@ -96,13 +98,14 @@ class Host:
         name: str,
         make: Callable[[], Service],
         *,
-        retry: bool = False,
         on_fatal: Callable[[BaseException], None] | None = None,
+        on_left: Callable[[], None] | None = None,
     ) -> None:
         self.name = name
         self.service: Service | None = None
         self.stage, self.fraction, self.error = "placed", 0.0, ""
-        self._make, self._retry, self._on_fatal = make, retry, on_fatal
+        self._make, self._on_fatal, self._on_left = make, on_fatal, on_left
+        self._drained = False
         self._tracker = HOST_TABLE.start(name)
         self._clock = PhaseClock("thread", time.monotonic())
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -140,6 +143,15 @@ class Host:
         if self._loop is not None and not self._ended.is_set():
             self._loop.call_soon_threadsafe(self._asked_to_stop.set)
 
+    def drain(self, timeout: float) -> None:
+        """Let the service finish what it has and leave; one that is not ready leaves at once.
+
+        Args:
+            timeout: seconds after which the service gives back what it has not finished.
+        """
+        if self._loop is not None and not self._ended.is_set():
+            self._loop.call_soon_threadsafe(self._drain, timeout)
+
     async def call(self, work: Callable[[Any], T]) -> T:
         """``work(service)``, run on the service's loop; awaited from another loop.
 
@@ -176,36 +188,37 @@ class Host:
         try:
             if await self._come_up(stop):
                 await self._serve(stop)
-            await stop
+            if not self._drained:
+                await stop
             self._tracker.move(HostEvent.STOP)
             if self.service is not None:
                 await self.service.stop()
             self._tracker.move(HostEvent.ENDED)
         finally:
             stop.cancel()
+        if self._drained and self._on_left is not None:
+            self._on_left()
+
+    def _drain(self, timeout: float) -> None:
+        if self.state is HostState.READY:
+            assert self.service is not None
+            self.service.drain(timeout)
+        else:
+            self._drained = True
+            self._asked_to_stop.set()
 
     async def _come_up(self, stop: asyncio.Task[bool]) -> bool:
-        delay = 0.5
-        while not stop.done():
-            error = await self._try(stop)
-            if error is None:
-                if not stop.done():
-                    self._clock.end(time.monotonic())
-                    self.stage, self.fraction, self.error = "ready", 1.0, ""
-                    self._tracker.move(HostEvent.CAME_UP)
-                    return True
-                return False
+        error = await self._try(stop)
+        if error is not None:
             self.error = describe(error)
-            if not self._retry:
-                self._tracker.move(HostEvent.FAILED)
-                return False
-            if self.service is not None:
-                with contextlib.suppress(Exception):  # what start left half done is given back, or was never taken
-                    await self.service.stop()
-                self.service = None
-            await asyncio.wait([stop], timeout=delay)
-            delay = min(2 * delay, MAX_RETRY_DELAY_SECONDS)
-        return False
+            self._tracker.move(HostEvent.FAILED)
+            return False
+        if stop.done():
+            return False
+        self._clock.end(time.monotonic())
+        self.stage, self.fraction = "ready", 1.0
+        self._tracker.move(HostEvent.CAME_UP)
+        return True
 
     async def _try(self, stop: asyncio.Task[bool]) -> BaseException | None:
         """Why the service did not come up; None when it did, or when it shall stop."""
@@ -232,7 +245,10 @@ class Host:
             running.cancel()
             await asyncio.wait([running])
             return
-        error = running.exception() or StartFailed(f"{self.name} ended by itself")
+        error = running.exception()
+        if error is None:
+            self._drained = True
+            return
         self.error = describe(error)
         self._tracker.move(HostEvent.FAILED)
         if self._on_fatal is not None:

@@ -38,6 +38,7 @@ class ActorOrder(msgspec.Struct, frozen=True, kw_only=True):
         routers: hub endpoint of every router; empty for a router.
         threads: compute threads.
         secret: what every process of the cluster must know to be spoken with.
+        incarnation: of this life of the name.
     """
 
     name: str
@@ -48,6 +49,7 @@ class ActorOrder(msgspec.Struct, frozen=True, kw_only=True):
     routers: tuple[str, ...] = ()
     threads: int = 1
     secret: str = ""
+    incarnation: int = 1
 
     def __repr__(self) -> str:
         # Whatever is logged or raised with an order in it must not tell the secret.
@@ -63,31 +65,62 @@ class ActorOrder(msgspec.Struct, frozen=True, kw_only=True):
         """GPUs that Ray sets aside."""
         return 0.0 if self.role == "router" else self.config.section(self.role).gpus
 
+    @property
+    def resources(self) -> dict[str, float]:
+        """Custom resources that Ray sets aside."""
+        return {} if self.role == "router" else self.config.section(self.role).resources
+
+    @property
+    def spread(self) -> bool:
+        """Whether it shall be where the fewest others are."""
+        return self.role != "router" and self.config.section(self.role).placement == "spread"
+
     def environment(self) -> dict[str, str]:
         """Variables that the actor sets before its process imports a numeric library."""
         return {"OMP_NUM_THREADS": str(self.threads)}
 
 
-def router_order(config: ClusterConfig, port: int, hub_port: int, secret: str = "") -> ActorOrder:
+def router_order(config: ClusterConfig, port: int, hub_port: int, secret: str = "", incarnation: int = 1) -> ActorOrder:
     """The order of the one router; ``secret`` is the whole cluster's."""
-    return ActorOrder(name=ROUTER_NAME, role="router", config=config, port=port, hub_port=hub_port, secret=secret)
+    return ActorOrder(
+        name=ROUTER_NAME,
+        role="router",
+        config=config,
+        port=port,
+        hub_port=hub_port,
+        secret=secret,
+        incarnation=incarnation,
+    )
 
 
 def worker_orders(config: ClusterConfig, routers: tuple[str, ...], secret: str = "") -> list[ActorOrder]:
     """The orders of all workers, prefill first; ``secret`` is the whole cluster's."""
     roles: tuple[Literal["prefill", "decode"], ...] = ("prefill", "decode")
     return [
-        ActorOrder(
-            name=f"{role}-{index}",
-            role=role,
-            config=config,
-            routers=routers,
-            threads=_threads(config, role),
-            secret=secret,
-        )
+        worker_order(config, f"{role}-{index}", role, routers, secret)
         for role in roles
         for index in range(config.section(role).replicas)
     ]
+
+
+def worker_order(
+    config: ClusterConfig,
+    name: str,
+    role: Literal["prefill", "decode"],
+    routers: tuple[str, ...],
+    secret: str = "",
+    incarnation: int = 1,
+) -> ActorOrder:
+    """The order of one worker; ``secret`` is the whole cluster's."""
+    return ActorOrder(
+        name=name,
+        role=role,
+        config=config,
+        routers=routers,
+        threads=_threads(config, role),
+        secret=secret,
+        incarnation=incarnation,
+    )
 
 
 def planned_orders(config: ClusterConfig) -> list[ActorOrder]:
@@ -117,6 +150,7 @@ def router_config(order: ActorOrder, model: Path, host: str) -> RouterConfig:
         "tool_format": config.router.tool_format,
         "generation_config": config.router.generation_config,
         "secret": order.secret,
+        "incarnation": order.incarnation,
     }
     with _at("router"):
         return RouterConfig(**_with_limits("router.limits", RouterConfig, given, config.router.limits))
@@ -184,6 +218,7 @@ def _worker(order: ActorOrder, model: Path, host: str) -> dict[str, Any]:
         "transfer_timeout": order.config.transfer.timeout,
         "transfer_checksum": order.config.transfer.checksum,
         "secret": order.secret,
+        "incarnation": order.incarnation,
         "gpudirect": order.config.transfer.gpudirect,
     }
 

@@ -10,6 +10,7 @@ from cluster.actors import ActorStatus
 from cluster.phases import Phase
 from cluster.ray_node import connect, node_alive
 from cluster.state import ClusterState, StateStore
+from cluster.supervisor import SUPERVISOR_NAME, MemberReport, SupervisorReport
 from protocol.messages import WorkerLoad
 
 CALL_SECONDS = 3.0
@@ -27,9 +28,11 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name, url, model, transport: of the cluster.
-        state: "ready" when every actor is, "starting", "unfinished" when the command that brought it up is gone
-            before it was done, "degraded", or "dead" when its Ray node is gone.
+        state: "ready" when every actor and the supervisor is, "starting", "unfinished" when the command that brought it
+            up is gone before it was done, "degraded", or "dead" when its Ray node is gone.
         actors: router first.
+        wanted: how many processes of each role there shall be, as the supervisor has it; empty where that is silent.
+        supervised: whether the supervisor answers, which brings back what dies.
         phases: how long each phase of its coming up took, from the command to ready.
         hint: what to do about a cluster that will not come back by itself; "" for any other.
     """
@@ -40,6 +43,8 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
     transport: str
     state: str
     actors: tuple[ActorReport, ...] = ()
+    wanted: dict[str, int] = {}
+    supervised: bool = False
     phases: tuple[Phase, ...] = ()
     hint: str = ""
 
@@ -58,10 +63,34 @@ def cluster_report(name: str, *, store: StateStore | None = None) -> ClusterRepo
     if not node_alive(state.node):
         return _report(state, "dead", ())
     with connect(state.node, state.name) as ray:
-        actors = _ask(ray, state.actors)
-    if actors and all(actor.status.state == "ready" for actor in actors):
-        return _report(state, "ready" if state.ready else "unfinished" if unfinished else "starting", actors)
-    return _report(state, "degraded" if state.ready else "unfinished" if unfinished else "starting", actors)
+        supervisor = _supervisor(ray)
+        members = {member.name: member for member in supervisor.members} if supervisor.begun else {}
+        actors = tuple(
+            _explained(actor, members.get(actor.status.name)) for actor in _ask(ray, tuple(members) or state.actors)
+        )
+    well = bool(actors) and all(actor.status.state == "ready" for actor in actors)
+    word = "unfinished" if unfinished else "starting"
+    if state.ready:
+        word = "ready" if well and supervisor.begun else "degraded"
+    report = _report(state, word, actors)
+    return msgspec.structs.replace(report, wanted=supervisor.wanted, supervised=supervisor.begun)
+
+
+def _supervisor(ray: Any) -> SupervisorReport:
+    try:
+        answer = ray.get(ray.get_actor(SUPERVISOR_NAME).report.remote(), timeout=CALL_SECONDS)
+    except (ValueError, ray.exceptions.RayError):
+        return SupervisorReport(begun=False)
+    return msgspec.json.decode(answer, type=SupervisorReport)
+
+
+def _explained(actor: ActorReport, member: MemberReport | None) -> ActorReport:
+    """What the supervisor knows of a process that says nothing itself."""
+    if member is None or actor.status.state not in ("gone", "restarting"):
+        return actor
+    return msgspec.structs.replace(
+        actor, status=msgspec.structs.replace(actor.status, state=member.state, error=member.error)
+    )
 
 
 def _ask(ray: Any, names: tuple[str, ...]) -> tuple[ActorReport, ...]:

@@ -27,6 +27,7 @@ class DecodeConfig:
         transfer_timeout: seconds without progress after which a connection is given up.
         transfer_checksum: take no blocks without a checksum.
         secret: what everybody must know who speaks with this worker; empty lets everybody in.
+        incarnation: of this life of the name, higher than that of the life before; 0 takes the clock.
         gpudirect: whether RDMA reads and writes a pool on a GPU itself: where it can, always, or never.
         wire_dtype: element type in which blocks cross; None is the pool's own. Another one costs precision.
         max_waiting: requests in the queue for a reservation before new ones are refused.
@@ -55,6 +56,7 @@ class DecodeConfig:
     transfer_timeout: float = 10.0
     transfer_checksum: bool = False
     secret: str = field(default="", repr=False)
+    incarnation: int = 0
     gpudirect: GpuDirect = "auto"
     wire_dtype: WireDtype | None = None
     max_waiting: int = 1024
@@ -72,6 +74,7 @@ class DecodeConfig:
             ("routers", bool(self.routers), "at least one hub endpoint"),
             ("transport", self.transport in MODES, f"one of {', '.join(MODES)}"),
             ("gpudirect", self.gpudirect in GPUDIRECT, f"one of {', '.join(GPUDIRECT)}"),
+            ("incarnation", 0 <= self.incarnation < 1 << 63, "in [0, 2**63)"),
             ("transfer_timeout", self.transfer_timeout > 0, "above 0"),
             ("wire_dtype", self.wire_dtype in (None, *WIRE_DTYPES), f"one of {', '.join(WIRE_DTYPES)}, or None"),
             ("max_waiting", self.max_waiting >= 1, "at least 1"),

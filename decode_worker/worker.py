@@ -1,7 +1,8 @@
 """The decode worker: an event loop around the scheduler, the imports and one engine thread.
 
 Life cycle: made (cheap: no model, no socket) -> :meth:`DecodeWorker.start` loads the model, binds, announces itself
--> serves until :meth:`DecodeWorker.stop`. A fatal error of a loop of ours ends :meth:`DecodeWorker.wait` with it.
+-> serves until :meth:`DecodeWorker.stop`. A fatal error of a loop of ours ends :meth:`DecodeWorker.wait` with it, and
+:meth:`DecodeWorker.drain` lets it end once all is finished, as :mod:`protocol.departure` has it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import msgspec
 import zmq.asyncio
 
 from decode_worker.config import DecodeConfig
+from decode_worker.counters import Counters
 from decode_worker.imports import Imports
 from decode_worker.local_prefill import LocalPrefill
 from decode_worker.outbox import Outbox
@@ -32,7 +34,8 @@ from engine.block_pool import BlockPool
 from engine.pool_watch import PoolWatch
 from engine.step_watch import StepWatch
 from protocol.curve import CurveKeys
-from protocol.errors import KVFerryError, Overloaded, Preempted, ProtocolError
+from protocol.departure import Leaver
+from protocol.errors import KVFerryError, Overloaded, Preempted, ProtocolError, WorkerDraining, WorkerError
 from protocol.forks import Fork, ForkBook
 from protocol.ids import Peer, RequestKey
 from protocol.loops import Loops
@@ -55,6 +58,7 @@ from protocol.worker_link import WorkerLink
 
 TICK = 0.1
 """Seconds between two looks at what has expired."""
+POOL_IS_FULL = Preempted("the block pool is full; older requests go first")
 
 logger = logging.getLogger(__name__)
 
@@ -70,11 +74,13 @@ class DecodeWorker:
 
     def __init__(self, config: DecodeConfig) -> None:
         self.config = config
-        self.me = Peer(config.name, time.time_ns())
+        self.me = Peer(config.name, config.incarnation or time.time_ns())
         self.ready = False
         self.profile: WorkerProfile | None = None
-        self._loops, self._forks, self._wake = Loops(), ForkBook(), asyncio.Event()
-        self._cached_tokens = self._preemptions = self._failures = 0
+        self._loops = Loops()
+        self._forks = ForkBook()
+        self._wake = asyncio.Event()
+        self._counters = Counters()
 
     async def start(self, progress: Callable[[str, float], None] | None = None) -> None:
         """Load the model, bind the sockets, and begin to serve.
@@ -165,17 +171,22 @@ class DecodeWorker:
             keys=keys,
         )
         resources.push_async_callback(self._link.close)
+        self._leaver = Leaver(self.config.name, self._idle, self._hand_back, self._link.announce)
         self._outbox = Outbox(self._link.send)
         self._local_prefill = LocalPrefill(self._scheduler, self._forks, self._link.send, self._fork)
         self._link.start()
-        self._loops.watch(*self._link.tasks, self._peers.broken)
+        self._loops.watch(*self._link.tasks, self._peers.broken, self._leaver.left)
         resources.push_async_callback(self._loops.stop)
         self._loops.start("steps", self._steps())
         self._loops.start("ticks", self._ticks())
 
     async def wait(self) -> None:
-        """Return once stopped; raise what ended a loop of ours before that."""
+        """Return once stopped, or drained; raise what ended a loop of ours before that."""
         await self._loops.wait()
+
+    def drain(self, timeout: float) -> None:
+        """Take no new work, finish what there is within ``timeout`` seconds, and hand back the rest."""
+        self._leaver.begin(timeout)
 
     async def stop(self) -> None:
         """Stop serving; every block, thread and socket is given back."""
@@ -186,35 +197,9 @@ class DecodeWorker:
 
     def load(self) -> WorkerLoad:
         """What it is doing now."""
-        imports, pool, speculator = self._imports, self.pool.counts(), self._speculator
-        return WorkerLoad(
-            pool=pool,
-            waiting=self._scheduler.waiting,
-            waiting_tokens=self._scheduler.waiting_tokens,
-            running=self._scheduler.running,
-            open_imports=imports.book.open_count,
-            steps=self._stepper.steps,
-            step_seconds=self._stepper.step_seconds,
-            step_age=self._step_watch.age,
-            step_fixed=self._stepper.pace.fixed,
-            step_per_token=self._stepper.pace.per_token,
-            step_gaps=self._stepper.gaps.histogram(),
-            prefill_tokens=self._local_prefill.tokens,
-            cached_tokens=self._cached_tokens,
-            decode_tokens=self._outbox.tokens,
-            kv_blocks=imports.kv_blocks,
-            kv_bytes=imports.kv_bytes,
-            kv_seconds=imports.kv_seconds,
-            preemptions=self._preemptions,
-            failures=self._failures,
-            swaps=self._swaps.saved,
-            swapped_blocks=self._swaps.book.used,
-            used_slots=pool.used * self.pool.block_size,
-            empty_slots=self._scheduler.empty_slots,
-            decode_turns=self._outbox.turns,
-            draft_tokens=0 if speculator is None else speculator.drafted,
-            accepted_tokens=0 if speculator is None else speculator.accepted,
-        )
+        parts = (self.pool, self._stepper, self._step_watch, self._scheduler, self._imports, self._swaps)
+        more = (self._speculator, self._outbox, self._local_prefill)
+        return self._counters.load(*parts, *more, draining=self._leaver.leaving)
 
     def transfer(self) -> TransferCounts:
         """What it has counted of its handoffs."""
@@ -253,6 +238,7 @@ class DecodeWorker:
             return
         runner = self._stepper.runner
         error = refusal(request, self._max_model_len, runner.vocab_size) or runner.grammars.refusal(request.sampling)
+        error = error or self._leaver.refusal()
         if error is None and isinstance(request, Prefill):
             error = prefill_refusal(request, self.me, able=self.config.local_prefill)
         if error is None and self._scheduler.waiting >= self.config.max_waiting:
@@ -281,7 +267,7 @@ class DecodeWorker:
             if sequence.tracker.state is SequenceState.SWAPPING_IN:
                 self._swaps.restore(sequence)
                 continue
-            self._cached_tokens += sequence.cached_blocks * self.pool.block_size
+            self._counters.cached_tokens += sequence.cached_blocks * self.pool.block_size
             if sequence.prompt is not None:
                 sequence.prompt.started = now
                 self._wake.set()
@@ -338,7 +324,7 @@ class DecodeWorker:
 
     def _fail(self, router: Peer, first: RequestKey, error: ErrorInfo) -> None:
         for key in self._forks.close(first):
-            self._failures += 1
+            self._counters.failures += 1
             self._link.send(router, Failed(key=key, error=error))
 
     async def _ticks(self) -> None:
@@ -353,6 +339,7 @@ class DecodeWorker:
             self._watch.look(busy=not self._scheduler.idle, now=now)
             self._step_watch.look(busy=bool(self._scheduler.running), now=now)
             self._swaps.look(busy=not self._scheduler.idle, now=now)
+            self._leaver.tick()
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
@@ -392,9 +379,20 @@ class DecodeWorker:
             self._preempt(sequence)
         self._wake.set()
 
-    def _preempt(self, sequence: Sequence) -> None:
-        self._preemptions += 1
+    def _preempt(self, sequence: Sequence, error: WorkerError = POOL_IS_FULL) -> None:
+        self._counters.preemptions += 1
         self._imports.cancel(sequence.key)
-        error = ErrorInfo.of(Preempted("the block pool is full; older requests go first"))
         for key in self._forks.close(sequence.key):
-            self._link.send(sequence.router, Failed(key=key, error=error))
+            self._link.send(sequence.router, Failed(key=key, error=ErrorInfo.of(error)))
+
+    def _idle(self) -> bool:
+        scheduler = self._scheduler
+        return scheduler.idle and not (scheduler.waiting or self._imports.book.open_count or self.pool.counts().used)
+
+    def _hand_back(self) -> None:
+        self._outbox.send()
+        for key in sorted(self._scheduler.keys()):
+            sequence = self._scheduler.drop(key)
+            if sequence is not None:
+                self._preempt(sequence, WorkerDraining(f"{self.me.name} leaves, and its time is up"))
+        self._wake.set()

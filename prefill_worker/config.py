@@ -25,6 +25,7 @@ class PrefillConfig:
         transfer_timeout: seconds without progress after which a ship fails.
         transfer_checksum: send a checksum with the blocks.
         secret: what everybody must know who speaks with this worker; empty lets everybody in.
+        incarnation: of this life of the name, higher than that of the life before; 0 takes the clock.
         gpudirect: whether RDMA reads and writes a pool on a GPU itself: where it can, always, or never.
         layers_per_ship: the last chunk of a prompt ships in ranges of so many layers while its later ones compute;
             0 ships it whole, once its step has ended, and so does a pool on a GPU.
@@ -48,6 +49,7 @@ class PrefillConfig:
     transfer_timeout: float = 10.0
     transfer_checksum: bool = False
     secret: str = field(default="", repr=False)
+    incarnation: int = 0
     gpudirect: GpuDirect = "auto"
     layers_per_ship: int = 15
     staging_bytes: int = 64 << 20
@@ -62,6 +64,7 @@ class PrefillConfig:
             ("transport", self.transport in MODES, f"one of {', '.join(MODES)}"),
             ("streams", 1 <= self.streams <= 64, "in [1, 64]"),
             ("gpudirect", self.gpudirect in GPUDIRECT, f"one of {', '.join(GPUDIRECT)}"),
+            ("incarnation", 0 <= self.incarnation < 1 << 63, "in [0, 2**63)"),
             ("transfer_timeout", self.transfer_timeout > 0, "above 0"),
             ("layers_per_ship", 0 <= self.layers_per_ship <= 1 << 20, "in [0, 1048576]"),
             ("staging_bytes", 1 << 16 <= self.staging_bytes <= 1 << 40, "in [65536, 2**40]"),

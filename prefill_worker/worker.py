@@ -1,14 +1,14 @@
 """The prefill worker: an event loop around the scheduler, the leases and one engine thread.
 
 Life cycle: made (cheap: no model, no socket) -> :meth:`PrefillWorker.start` loads the model, binds, announces itself
--> serves until :meth:`PrefillWorker.stop`. A fatal error of a loop of ours ends :meth:`PrefillWorker.wait` with it.
+-> serves until :meth:`PrefillWorker.stop`. A fatal error of a loop of ours ends :meth:`PrefillWorker.wait` with it, and
+:meth:`PrefillWorker.drain` lets it end once all is finished, as :mod:`protocol.departure` has it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,9 +27,12 @@ from engine.step_watch import StepWatch
 from kv_transfer.transport import TransportConfig
 from prefill_worker.config import PrefillConfig
 from prefill_worker.exports import Exports
+from prefill_worker.refusal import refusal
+from prefill_worker.ring import Ring
 from prefill_worker.scheduler import PrefillScheduler
 from protocol.curve import CurveKeys
-from protocol.errors import ContextLengthExceeded, InvalidRequest, KVFerryError, Overloaded, Preempted, ProtocolError
+from protocol.departure import Leaver
+from protocol.errors import KVFerryError, Overloaded, Preempted, ProtocolError, WorkerDraining
 from protocol.forks import ForkBook
 from protocol.ids import Peer, RequestKey
 from protocol.loops import Loops
@@ -51,9 +54,6 @@ from protocol.worker_link import WorkerLink
 TICK = 0.1
 """Seconds between two looks at what has expired."""
 
-BLOCKED_PATIENCE = 1.0
-"""Seconds that a prompt whose reader is ready waits for blocks of leases whose readers are not."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -68,7 +68,7 @@ class PrefillWorker:
 
     def __init__(self, config: PrefillConfig) -> None:
         self.config = config
-        self.me = Peer(config.name, time.time_ns())
+        self.me = Peer(config.name, config.incarnation or time.time_ns())
         self.ready = False
         self.profile: WorkerProfile | None = None
         self._loops = Loops()
@@ -76,7 +76,7 @@ class PrefillWorker:
         self._routers: dict[RequestKey, Peer] = {}
         self._forks = ForkBook()
         self._prefill_tokens = self._cached_tokens = self._failures = self._preemptions = 0
-        self._blocked_since = math.inf
+        self._ring = Ring()
 
     async def start(self, progress: Callable[[str, float], None] | None = None) -> None:
         """Load the model, bind the sockets, and begin to serve.
@@ -159,17 +159,22 @@ class PrefillWorker:
             keys=keys,
         )
         resources.push_async_callback(self._link.close)
+        self._leaver = Leaver(self.config.name, self._idle, self._hand_back, self._link.announce)
         self._first_tokens = FirstTokens(self._forks, self._link.send)
         self._link.start()
-        self._loops.watch(*self._link.tasks)
+        self._loops.watch(*self._link.tasks, self._leaver.left)
         resources.push_async_callback(self._loops.stop)
         self._loops.start("steps", self._steps())
         self._loops.start("readers", self._readers())
         self._loops.start("ticks", self._ticks())
 
     async def wait(self) -> None:
-        """Return once stopped; raise what ended a loop of ours before that."""
+        """Return once stopped, or drained; raise what ended a loop of ours before that."""
         await self._loops.wait()
+
+    def drain(self, timeout: float) -> None:
+        """Take no new work, finish what there is within ``timeout`` seconds, and hand back the rest."""
+        self._leaver.begin(timeout)
 
     async def stop(self) -> None:
         """Stop serving; every block, thread and socket is given back."""
@@ -201,6 +206,7 @@ class PrefillWorker:
             preemptions=self._preemptions,
             failures=self._failures,
             transport_fallbacks=exports.chooser.fallbacks,
+            draining=self._leaver.leaving,
             used_slots=pool.used * self.pool.block_size,
             empty_slots=sum((self._scheduler.empty_slots | exports.book.ends()).values()),
         )
@@ -239,17 +245,9 @@ class PrefillWorker:
             for new in newcomers:
                 self._fail(router, new, ErrorInfo.of(ProtocolError(f"{key} names a key that is in use")))
             return
-        length = len(request.token_ids)
-        error = self._stepper.runner.grammars.refusal(request.sampling)
-        if not 0 < length < self._max_model_len:
-            error = ContextLengthExceeded(
-                f"prompt has {length} tokens, this model takes 1 to {self._max_model_len - 1}", field="prompt"
-            )
-        elif max(request.token_ids) >= self._vocab_size:
-            error = InvalidRequest(
-                f"token id {max(request.token_ids)} is outside the vocabulary of {self._vocab_size}", field="prompt"
-            )
-        elif self._scheduler.waiting >= self.config.max_waiting:
+        error = refusal(request, self._max_model_len, self._vocab_size)
+        error = error or self._stepper.runner.grammars.refusal(request.sampling) or self._leaver.refusal()
+        if error is None and self._scheduler.waiting >= self.config.max_waiting:
             error = Overloaded(f"{self._scheduler.waiting} prompts are waiting, {self.config.max_waiting} are allowed")
         self._forks.open(key, request.forks)
         if error is not None:
@@ -314,20 +312,27 @@ class PrefillWorker:
             now, running = time.monotonic(), self._scheduler.running
             self._watch.look(busy=bool(running or self._scheduler.waiting), now=now)
             self._step_watch.look(busy=bool(running), now=now)
+            self._leaver.tick()
 
     def _unblock(self, now: float) -> None:
-        """Break a ring: leases here wait for room there, while room there waits for a prompt that has no room here.
-
-        Two routers that ask in opposite orders make one, and so do two decode workers of which one is full.
-        """
         head = self._scheduler.blocked
-        if head is None or not self._exports.book.is_granted(head.key):
-            self._blocked_since = math.inf
-        elif self._blocked_since == math.inf:
-            self._blocked_since = now
-        elif now - self._blocked_since >= BLOCKED_PATIENCE and self._exports.give_back():
+        ready = head is not None and self._exports.book.is_granted(head.key)
+        if self._ring.holds(now, ready=ready) and self._exports.give_back():
             self._preemptions += 1
-            self._blocked_since = now
+            self._ring.broken(now)
+
+    def _idle(self) -> bool:
+        scheduler = self._scheduler
+        return not (scheduler.waiting or scheduler.running or self._exports.book.open_count or self.pool.counts().used)
+
+    def _hand_back(self) -> None:
+        error = WorkerDraining(f"{self.me.name} leaves, and its time is up")
+        for key in list(self._routers):
+            if self._exports.book.is_open(key):
+                self._exports.fail(key, error)
+            else:
+                self._lease_failed(key, ErrorInfo.of(error))
+        self._wake.set()
 
     # --- steps ----------------------------------------------------------------------------------------------------
 

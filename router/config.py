@@ -55,6 +55,7 @@ class RouterConfig:
         tool_format: how the model writes calls of tools, a name in ``router.tool_format.TOOL_FORMATS``.
         generation_config: "auto" takes the sampling defaults that the model was published with, "none" neutral ones.
         secret: what every worker must know; "" hears everybody.
+        incarnation: of this life of the name, higher than that of the life before; 0 takes the clock.
         public: listen on an address that is not this machine's own though there are no keys.
 
     Raises:
@@ -97,6 +98,7 @@ class RouterConfig:
     tool_format: ToolFormat = "auto"
     generation_config: GenerationConfig = "auto"
     secret: str = dataclasses.field(default="", repr=False)
+    incarnation: int = 0
 
     def __post_init__(self) -> None:
         for field in ("model", "tokenizer", "host"):
@@ -116,6 +118,7 @@ class RouterConfig:
         for field, other in (("tls_certificate", "tls_key"), ("tls_key", "tls_certificate")):
             if getattr(self, other) and not getattr(self, field):
                 raise ConfigError(f"{field} must be given with {other}", field=field)
+        self._check("incarnation", 0 <= self.incarnation < 1 << 63, "in [0, 2**63)")
         self._check("policy", self.policy in POLICIES, f"one of {sorted(POLICIES)}")
         self._check("local_prefill", self.local_prefill in LOCAL_PREFILLS, f"one of {list(LOCAL_PREFILLS)}")
         self._check("local_prefill_tokens", 0 <= self.local_prefill_tokens <= 1 << 20, "in [0, 2**20]")

@@ -25,6 +25,7 @@ from protocol.errors import (
     NoWorkerAvailable,
     Preempted,
     TransferError,
+    WorkerDraining,
     WorkerLost,
 )
 from protocol.ids import Peer, RequestKey
@@ -340,8 +341,7 @@ class RequestMachine:
     ) -> list[Instruction]:
         if not mendable:
             return self._fail(cause)
-        counted = not isinstance(cause, Preempted)
-        self._failures += counted
+        self._failures += not isinstance(cause, Preempted | WorkerDraining)
         if self._failures >= self._limits.max_attempts or self.attempt == MAX_ATTEMPT:
             tried = f"{self.attempt + 1} attempts failed; the last with {cause.code}: {cause.message}"
             return self._fail(AttemptsExhausted(tried))
@@ -350,7 +350,7 @@ class RequestMachine:
         self.attempt += 1
         self._setbacks += 1
         self._last_cause = cause
-        if counted:
+        if not isinstance(cause, Preempted):
             self._excluded |= {peer for peer in culprits if peer is not None}
         out.append(Retry(cause, self.attempt))
         if self.prompt_tokens > MAX_TOKENS:

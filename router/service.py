@@ -114,7 +114,7 @@ class Service:
         try:
             hub = Hub(
                 context,
-                Peer(self._config.name, time.time_ns()),
+                Peer(self._config.name, self._config.incarnation or time.time_ns()),
                 self._config.hub,
                 keys=CurveKeys.drawn_from(self._config.secret),
                 watched=True,

@@ -12,7 +12,8 @@ from contextlib import suppress
 
 import torch
 
-_LARGE_PAGE = 2 << 20
+from engine.shared_memory import LARGE_PAGE
+
 _CHUNK = 32 << 20
 _ALIGNMENT = 64
 
@@ -44,9 +45,9 @@ class WeightMemory:
 
 def _mapped(size: int) -> torch.Tensor:
     """Zeros that begin where a large page does."""
-    memory = mmap.mmap(-1, size + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, size + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(AttributeError, OSError):  # a system without large pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
-    first = -whole.data_ptr() % _LARGE_PAGE
+    first = -whole.data_ptr() % LARGE_PAGE
     return whole[first : first + size]

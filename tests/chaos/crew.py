@@ -19,11 +19,6 @@ PATIENCE = 120.0
 PAUSE = 0.001
 
 
-def allowed(seconds: float) -> float:
-    """``seconds`` of an idle machine, in those of one as busy as this is now."""
-    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-
-
 async def until(condition: Callable[[], object], what: str, limit: float = PATIENCE) -> None:
     """Wait for a condition, and fail with its name when it does not come."""
     end = time.monotonic() + limit

@@ -12,7 +12,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from crew import Crew, Hand, allowed, until
+from crew import Crew, Hand, until
+from pace import allowed
 
 from protocol.sampling import SamplingParams
 from router.config import RouterConfig

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crew import Crew, until
+from crew import Crew, allowed, until
 from fleet import LEASE, LOST, MODEL, NAMES, Fleet
 from link import Link, link_to
 from tokenizers import Tokenizer
@@ -28,7 +28,9 @@ AT_ONCE = 24
 LEAVING = 0.15
 """Share of the clients that leave before the end."""
 HUNG = 60.0
-"""Seconds after which a stream hangs."""
+"""Seconds after which a stream hangs, on an idle machine."""
+LONGEST = 10.0
+"""Seconds at most that a worker's silence, or a lease, lasts."""
 LOOK = 0.005
 
 
@@ -58,7 +60,9 @@ class Storm:
         longest: seconds that a stream took at most.
     """
 
-    def __init__(self, server: RouterServer, client: AsyncClient, fleet: Fleet, links: dict[str, Link]) -> None:
+    def __init__(
+        self, server: RouterServer, client: AsyncClient, fleet: Fleet, links: dict[str, Link], lost: float
+    ) -> None:
         self.ended: Counter[str] = Counter()
         self.struck: Counter[str] = Counter()
         self.longest = 0.0
@@ -66,6 +70,7 @@ class Storm:
         self._client = client
         self._fleet = fleet
         self._links = links
+        self._lost = lost
         self._none_left = 0.0
 
     async def seeded(self, prompt: tuple[int, ...], tokens: int, seed: int) -> Script:
@@ -84,7 +89,7 @@ class Storm:
         """One stream: it gives its text and no other, or one clear error when there was no worker."""
         began, text, finish, usage = time.monotonic(), "", None, None
         try:
-            async with asyncio.timeout(HUNG):
+            async with asyncio.timeout(allowed(HUNG)):
                 stream = await self._client.stream(
                     list(script.prompt), stream_options={"include_usage": True}, cache_salt=salt, **script.params
                 )
@@ -183,10 +188,10 @@ class Storm:
         await self._fleet.hire(*names)
 
     async def _stop(self, rng: random.Random) -> None:
-        await self._stop_for(rng, rng.uniform(1.1 * LOST, 1.5 * LOST))
+        await self._stop_for(rng, rng.uniform(1.1 * self._lost, 1.5 * self._lost))
 
     async def _stop_briefly(self, rng: random.Random) -> None:
-        await self._stop_for(rng, rng.uniform(0.0, LOST))
+        await self._stop_for(rng, rng.uniform(0.0, self._lost))
 
     async def _stop_for(self, rng: random.Random, seconds: float) -> None:
         hand = self._fleet.hands[rng.choice(NAMES)]
@@ -208,7 +213,7 @@ class Storm:
         name = rng.choice(NAMES)
         link, pid = self._links[name], self._fleet.hands[name].pid
         link.fall_silent()
-        await asyncio.sleep(rng.uniform(0.1, 1.5 * LOST))
+        await asyncio.sleep(rng.uniform(0.1, 1.5 * self._lost))
         if rng.random() < 0.5:
             link.cut()
         link.resume()
@@ -222,12 +227,14 @@ async def _finished(task: asyncio.Task[None]) -> None:
 @asynccontextmanager
 async def storm(crew: Crew, model: Path, scheme: str) -> AsyncIterator[Storm]:
     """The router with its front, its workers behind links, and a client."""
+    # What only waits for its turn on a busy machine is not lost.
+    lost = min(allowed(LOST), LONGEST)
     config = RouterConfig(
         model=MODEL,
         tokenizer=str(model),
         port=0,
-        worker_timeout=LOST,
-        lease_ttl=LEASE,
+        worker_timeout=lost,
+        lease_ttl=min(allowed(LEASE), LONGEST),
         worker_wait=20.0,
         # A busy machine loses workers that only wait for their turn: what is looked at is the text, not the bound.
         max_attempts=32,
@@ -240,6 +247,6 @@ async def storm(crew: Crew, model: Path, scheme: str) -> AsyncIterator[Storm]:
             fleet = Fleet(server.service, crew, model, scheme, lambda name: links[name].endpoint)
             client = await stack.enter_async_context(AsyncClient(server.url, model=MODEL, retries=0))
             await fleet.hire(*NAMES)
-            yield Storm(server, client, fleet, links)
+            yield Storm(server, client, fleet, links, lost)
     finally:
         await server.stop()

@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
-from crew import Crew, Hand, allowed, until
+from crew import Crew, Hand, until
 from fault_points import Point, Transfer, innocent_transfers
+from pace import allowed
 from port import Port, holdings, pattern
 
 from kv_transfer.shm.ledger import SLOTS, _lock

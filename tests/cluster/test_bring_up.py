@@ -106,7 +106,7 @@ def test_every_step_was_told_and_the_cluster_answers(world: World) -> None:
 def test_the_start_is_told_by_phase(world: World) -> None:
     report = world.report()
     phases = [phase.name for phase in report.phases]
-    assert phases == ["checks", "Ray's node", "connection to it", "processes", "router"]
+    assert phases == ["checks", "Ray's node", "connection to it", "processes", "router", "supervisor"]
     assert min(phase.seconds for phase in report.phases) >= 0.0
     of_workers = ["process", "thread", "imports", "kernels", "weights", "packing", "pool", "warm-up", "sockets"]
     for name in ("prefill-0", "decode-0"):

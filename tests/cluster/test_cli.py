@@ -16,7 +16,10 @@ from cluster.state import NodeState, ProcessMark, StateStore
 from protocol.errors import ConfigError
 from router.front.keys import hash_of, read_keys
 
-COMMANDS = ("up", "status", "down", "complete", "chat", "demo", "doctor", "model", "bench", "key", "explain", "version")
+COMMANDS = (
+    *("up", "status", "scale", "drain", "restart", "logs", "down", "complete", "chat", "demo", "doctor"),
+    *("config", "model", "bench", "key", "explain", "version"),
+)
 
 
 def kvferry(*arguments: str, state: Path) -> subprocess.CompletedProcess[str]:
@@ -61,6 +64,11 @@ def test_the_command_starts_without_the_heavy_packages() -> None:
     [
         (("status",), "no cluster is up"),
         (("down", "nobody"), "no cluster 'nobody' is up"),
+        (("scale", "prefill=2", "--cluster", "nobody"), "no cluster 'nobody' is up"),
+        (("scale", "prefill"), "no cluster is up"),
+        (("drain", "prefill-0"), "no cluster is up"),
+        (("restart", "none.yaml"), "cannot read none.yaml"),
+        (("logs", "router-0"), "no cluster is up"),
         (("up", "none.yaml"), "cannot read none.yaml"),
         (("complete", "hello", "--url", "http://127.0.0.1:9"), "127.0.0.1:9"),
         (("chat", "hello", "--url", "nonsense"), "nonsense"),

@@ -35,6 +35,9 @@ class Scripted:
         assert self.crash is not None
         await self.crash
 
+    def drain(self, timeout: float) -> None:
+        self.calls.append(f"drain {timeout:g}")
+
 
 @pytest.fixture
 def hosts() -> Iterator[list[Host]]:
@@ -89,15 +92,32 @@ def test_a_service_that_cannot_be_made_says_why(hosts: list[Host]) -> None:
     assert host.error == "OSError: no such model"
 
 
-def test_a_restarted_service_is_tried_until_it_comes_up(hosts: list[Host]) -> None:
-    services = [Scripted(fails=OSError("port is taken")), Scripted()]
-    tried = iter(services)
-    host = Host("hosted", lambda: next(tried), retry=True)
+def test_a_service_that_drains_ends_in_good_order_when_it_has_finished(hosts: list[Host]) -> None:
+    service, left = Scripted(), threading.Event()
+    host = Host("hosted", lambda: service, on_left=left.set)
     hosts.append(host)
     host.begin()
     until(lambda: host.state is HostState.READY)
-    assert host.error == ""
-    assert services[0].calls == ["start", "stop"]
+    host.drain(7.0)
+    until(lambda: "drain 7" in service.calls)
+    assert host.state is HostState.READY
+    assert service.crash is not None
+    service.crash.get_loop().call_soon_threadsafe(service.crash.set_result, None)
+    assert left.wait(5.0)
+    assert host.state is HostState.STOPPED
+    assert service.calls == ["start", "drain 7", "stop"]
+
+
+@pytest.mark.parametrize("fails", [None, OSError("no such model")])
+def test_a_service_that_is_not_up_leaves_at_once(hosts: list[Host], fails: OSError | None) -> None:
+    service, left = Scripted(fails=fails, hangs=fails is None), threading.Event()
+    host = Host("hosted", lambda: service, on_left=left.set)
+    hosts.append(host)
+    host.begin()
+    until(lambda: host.stage == "loading" and (fails is None or host.state is HostState.FAILED))
+    host.drain(7.0)
+    assert left.wait(5.0)
+    assert service.calls == ["start", "stop"]
 
 
 def test_stop_while_coming_up_cancels_the_start(hosts: list[Host]) -> None:

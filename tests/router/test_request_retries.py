@@ -138,6 +138,13 @@ def test_preemptions_do_not_count_as_attempts() -> None:
     assert only(Fail, request.failed(D0.peer, failure("engine_failure", attempt=2001), 31.0))
 
 
+def test_a_worker_that_leaves_costs_no_attempt_and_is_asked_no_more() -> None:
+    request = started(limits=RequestLimits(max_attempts=1))
+    out = request.failed(D0.peer, failure("worker_draining"), 1.0)
+    assert only(Retry, out)
+    assert [need.excluded for need in only(NeedPlacement, out)] == [frozenset({D0.peer})]
+
+
 def test_the_first_retry_is_at_once_and_further_ones_back_off() -> None:
     request = started()
     assert only(NeedPlacement, request.failed(D0.peer, failure("engine_failure"), 1.0))

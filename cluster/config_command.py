@@ -1,0 +1,48 @@
+"""``kvferry config check | show | schema``: a cluster's file, before anything is started by it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+config_app = typer.Typer(name="config", help="Look at a cluster's YAML file.", no_args_is_help=True)
+
+File = Annotated[Path, typer.Argument(metavar="FILE", help="The cluster's YAML file.")]
+
+
+@config_app.command("check")
+def check_command(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Clusters' YAML files.")],
+) -> None:
+    """Check files, down to each component's own settings; the first that is wrong is named with its key and value."""
+    from cluster.config_file import load_config
+    from cluster.plan import check_orders, planned_orders
+
+    for file in files:
+        config = load_config(file)
+        check_orders(planned_orders(config), Path(config.model))
+        workers = f"{config.prefill.replicas} prefill, {config.decode.replicas} decode"
+        typer.echo(f"{file}: {config.model}, 1 router, {workers}: ok")
+
+
+@config_app.command("show")
+def show_command(file: File) -> None:
+    """Print a file with every key that was left out, and its default. A null is left to the component itself."""
+    import msgspec
+    import yaml
+
+    from cluster.config_file import load_config
+
+    typer.echo(yaml.safe_dump(msgspec.to_builtins(load_config(file)), sort_keys=False, allow_unicode=True), nl=False)
+
+
+@config_app.command("schema")
+def schema_command() -> None:
+    """Print the JSON schema of such files, for editors."""
+    import msgspec
+
+    from cluster.schema import config_schema
+
+    typer.echo(msgspec.json.format(msgspec.json.encode(config_schema()), indent=2).decode())

@@ -1,0 +1,88 @@
+"""The processes of a cluster as Ray knows them: a handle for each, and a question to each that is under way.
+
+Life cycle: made empty by the supervisor's thread, which asks it at every turn; it keeps nothing that Ray does not know.
+"""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+import msgspec
+
+from cluster.actors import ActorStatus, create_actor
+from cluster.member import Sight
+from cluster.plan import ActorOrder
+
+
+class Crew:
+    """See the module.
+
+    Args:
+        ray: connected to the cluster.
+
+    Attributes:
+        statuses: what each said last in its present life.
+    """
+
+    def __init__(self, ray: Any) -> None:
+        self._ray = ray
+        self._handles: dict[str, Any] = {}
+        self._asked: dict[str, Any] = {}
+        self.statuses: dict[str, ActorStatus] = {}
+
+    def look(self, names: list[str]) -> list[tuple[str, Sight, str]]:
+        """What is seen of each: name, sight and the error that it told of."""
+        for name in {*self._handles} - {*names}:
+            self._forget(name)
+        return [(name, *self._look_at(name)) for name in names]
+
+    def create(self, order: ActorOrder) -> None:
+        """Make a process; one that cannot be made is absent at the next look."""
+        self._forget(order.name)
+        try:
+            self._handles[order.name] = create_actor(self._ray, order)
+        except ValueError:  # Ray's word for a name that is taken: the former life is not buried yet
+            traceback.print_exc()
+
+    def drain(self, name: str, timeout: float) -> None:
+        """Ask a process to leave."""
+        if name in self._handles:
+            self._handles[name].drain.remote(timeout)
+
+    def kill(self, name: str) -> None:
+        """End a process at once."""
+        if name in self._handles:
+            self._ray.kill(self._handles[name], no_restart=True)
+
+    def _look_at(self, name: str) -> tuple[Sight, str]:
+        if name not in self._handles:
+            try:
+                self._handles[name] = self._ray.get_actor(name)
+            except ValueError:
+                return Sight.ABSENT, ""
+        if name not in self._asked:
+            self._asked[name] = self._handles[name].status.remote()
+        done, _ = self._ray.wait([self._asked[name]], timeout=0)
+        if done:
+            call = self._asked.pop(name)
+            try:
+                self.statuses[name] = msgspec.json.decode(self._ray.get(call), type=ActorStatus)
+            except self._ray.exceptions.ActorUnavailableError:
+                pass  # cut off for now; Ray says so when it is dead
+            except self._ray.exceptions.RayError as error:
+                told = self.statuses.get(name)
+                self._forget(name)
+                return Sight.ABSENT, (told.error if told is not None else "") or str(error).splitlines()[0]
+        status = self.statuses.get(name)
+        if status is None:
+            return Sight.PLACING, ""
+        if status.state == "failed":
+            return Sight.FAILED, status.error
+        if status.draining:
+            return Sight.LEAVING, ""
+        return (Sight.READY if status.state == "ready" else Sight.STARTING), ""
+
+    def _forget(self, name: str) -> None:
+        for book in (self._handles, self._asked, self.statuses):
+            book.pop(name, None)

@@ -1,0 +1,223 @@
+"""What is done to a cluster that is up and under load, with real Ray: no request fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+from living import runs
+from typer.testing import CliRunner
+
+from cluster.bring_up import down, up
+from cluster.cli import app
+from cluster.config import ClusterConfig, EngineSection, RaySection, RouterSection, ScaleSection
+from cluster.fleet_command import counts
+from cluster.operations import operator
+from cluster.state import ClusterState, StateStore
+from cluster.status import ActorReport, cluster_report
+from cluster.supervisor import SupervisorReport
+from protocol.errors import ConfigError
+from router.client import Client
+
+NAME = "fleet"
+CLIENTS = 3
+PROMPT = "ferry across the water"
+LIMITS = {"worker_timeout": 20.0, "step_age_bound": 60.0}
+"""A busy machine is not to look like a worker that died."""
+
+
+class Fleet:
+    """One cluster, and clients that ask it without a pause."""
+
+    def __init__(self, state: ClusterState, store: StateStore, config: ClusterConfig) -> None:
+        self.state, self.store, self.config = state, store, config
+        self.served = [0] * CLIENTS
+        self.failed: list[BaseException] = []
+        self._over = threading.Event()
+
+    def command(self, *words: str, status: int = 0) -> str:
+        """The ``kvferry`` command; what it prints."""
+        done = CliRunner().invoke(app, [*words], catch_exceptions=False)
+        assert done.exit_code == status, done.output
+        return done.stdout
+
+    def actors(self) -> dict[str, ActorReport]:
+        return {actor.status.name: actor for actor in cluster_report(NAME, store=self.store).actors}
+
+    def lives(self) -> dict[str, int]:
+        return {name: actor.status.incarnation for name, actor in self.actors().items()}
+
+    def supervisor(self) -> SupervisorReport:
+        with operator(NAME, self.store) as (asked, _, _):
+            return asked.report()
+
+    @contextmanager
+    def load(self) -> Iterator[None]:
+        """Clients ask all the while, and each once more than before at the end; none may fail."""
+        threads = [threading.Thread(target=self._ask, args=(index,)) for index in range(CLIENTS)]
+        self._over.clear()
+        for thread in threads:
+            thread.start()
+        try:
+            self.serves()
+            yield
+            self.serves()
+        finally:
+            self._over.set()
+            for thread in threads:
+                thread.join()
+        assert not self.failed
+
+    def serves(self) -> None:
+        """Wait until every client got an answer from now on."""
+        before = list(self.served)
+        until(lambda: bool(self.failed) or all(now > then for now, then in zip(self.served, before, strict=True)))
+
+    def _ask(self, index: int) -> None:
+        try:
+            with Client(self.state.url, model="tiny", retries=0) as client:
+                while not self._over.is_set():
+                    answer = client.complete(f"{PROMPT} {index}", max_tokens=24, temperature=0, ignore_eos=True)
+                    assert answer.usage.completion_tokens == 24
+                    self.served[index] += 1
+        except BaseException as error:
+            self.failed.append(error)
+
+
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    pause = threading.Event()
+    for _ in range(int(seconds / 0.05)):
+        if condition():
+            return
+        pause.wait(0.05)
+    raise AssertionError("the condition never came true")
+
+
+@pytest.fixture(scope="module")
+def fleet(tiny_llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    folder = tmp_path_factory.mktemp("state")
+    store = StateStore(folder)
+    config = ClusterConfig(
+        name=NAME,
+        model=str(tiny_llama_dir),
+        served_name="tiny",
+        engine=EngineSection(dtype="float32", num_blocks=64, block_size=8),
+        router=RouterSection(port=0, limits=LIMITS),
+        scale=ScaleSection(drain_timeout=30.0),
+        ray=RaySection(cpus=2),
+    )
+    handler = signal.getsignal(signal.SIGTERM)
+    state = up(config, store=store)
+    assert signal.getsignal(signal.SIGTERM) is handler, "the workers take theirs, not who places them"
+    before = os.environ.get("KVFERRY_STATE_DIR")
+    os.environ["KVFERRY_STATE_DIR"] = str(folder)
+    try:
+        yield Fleet(state, store, config)
+    finally:
+        if before is None:
+            del os.environ["KVFERRY_STATE_DIR"]
+        else:
+            os.environ["KVFERRY_STATE_DIR"] = before
+        down(NAME, store=store)
+    assert store.names() == []
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+class TestUnderLoad:
+    """In this order: each leaves the cluster as the next one takes it."""
+
+    def test_a_restart_replaces_every_worker(self, fleet: Fleet, tmp_path: Path) -> None:
+        file = tmp_path / "new.yaml"
+        file.write_text(
+            f"model: {fleet.config.model}\nname: {NAME}\nserved_name: tiny\nrouter: {{port: 0, limits: {LIMITS}}}\n"
+            "engine: {dtype: float32, num_blocks: 96, block_size: 8}\nray: {cpus: 2}\n"
+        )
+        before = fleet.lives()
+        with fleet.load():
+            fleet.command("restart", str(file))
+        after = fleet.lives()
+        assert after["router-0"] == before["router-0"]
+        assert sorted(after) == ["decode-1", "prefill-1", "router-0"]
+        loads = [actor.load for actor in fleet.actors().values() if actor.load is not None]
+        assert [load.pool.total for load in loads] == [96, 96]
+
+    def test_more_workers_come_and_one_leaves(self, fleet: Fleet) -> None:
+        with fleet.load():
+            fleet.command("scale", "decode=2")
+            assert sorted(fleet.lives()) == ["decode-0", "decode-1", "prefill-1", "router-0"]
+            pid = fleet.actors()["decode-1"].status.pid
+            os.kill(pid, signal.SIGTERM)
+            until(lambda: not runs(pid))
+            until(lambda: fleet.supervisor().settled)
+            assert fleet.lives()["decode-1"] > 1, "it was told to end, not that there shall be one less"
+            fleet.command("drain", "decode-1")
+        assert sorted(fleet.lives()) == ["decode-0", "prefill-1", "router-0"]
+        assert fleet.supervisor().wanted == {"router": 1, "prefill": 1, "decode": 1}
+
+    def test_a_supervisor_that_dies_goes_on_where_it_was(self, fleet: Fleet) -> None:
+        before, lives = fleet.supervisor(), fleet.lives()
+        with fleet.load():
+            os.kill(before.pid, signal.SIGKILL)
+            until(lambda: fleet.supervisor().pid != before.pid and fleet.supervisor().settled)
+        after = fleet.supervisor()
+        assert (after.wanted, after.members) == (before.wanted, before.members)
+        assert fleet.lives() == lives
+        assert cluster_report(NAME, store=fleet.store).state == "ready"
+
+    def test_what_each_process_logs_can_be_read(self, fleet: Fleet) -> None:
+        assert "serves tiny" in fleet.command("logs", "router-0")
+        assert len(fleet.command("logs", "router-0", "--lines", "1").splitlines()) == 1
+        fleet.command("logs", "supervisor")
+
+    @pytest.mark.parametrize(
+        ("words", "said"),
+        [
+            (("drain", "decode-0"), "only decode worker"),
+            (("drain", "decode-7"), "no worker 'decode-7'"),
+            (("scale", "router=2"), "role must be one of"),
+            (("logs", "nobody"), "no process 'nobody'"),
+        ],
+    )
+    def test_what_cannot_be_is_said(self, fleet: Fleet, words: tuple[str, ...], said: str) -> None:
+        lives = fleet.lives()
+        done = CliRunner().invoke(app, [*words])
+        assert said in str(done.exception)
+        assert fleet.supervisor().settled
+        assert fleet.lives() == lives
+
+    def test_a_restart_cannot_change_what_stands(self, fleet: Fleet, tmp_path: Path) -> None:
+        file = tmp_path / "other.yaml"
+        file.write_text(f"model: {fleet.config.model}\nname: {NAME}\nrouter: {{port: 1234}}\n")
+        done = CliRunner().invoke(app, ["restart", str(file)])
+        assert isinstance(done.exception, ConfigError)
+        assert done.exception.field in ("served_name", "router")
+
+
+@pytest.mark.parametrize("word", ["prefill", "prefill=", "prefill=x", "prefill=-1", "prefill=1e3"])
+def test_a_number_of_workers_is_a_number(word: str) -> None:
+    with pytest.raises(ConfigError, match="expected"):
+        counts([word])
+
+
+def test_each_role_is_named_once() -> None:
+    assert counts(["prefill=4", "decode=2"]) == {"prefill": 4, "decode": 2}
+    with pytest.raises(ConfigError, match="twice"):
+        counts(["prefill=4", "prefill=2"])
+
+
+def test_an_order_with_the_secret_does_not_show_it() -> None:
+    from cluster.supervisor import SupervisorOrder
+
+    order = SupervisorOrder(
+        name="x", config=ClusterConfig(model="m"), port=1, hub_port=2, routers=("tcp://127.0.0.1:2",), secret="hush"
+    )
+    assert "hush" not in repr(order)
+    assert msgspec.json.decode(msgspec.json.encode(order), type=SupervisorOrder) == order
