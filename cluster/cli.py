@@ -12,6 +12,7 @@ from rich.console import Console
 from cluster.api_key import ApiKey, CaFile, key_command
 from cluster.bench.command import bench_app
 from cluster.config_command import config_app
+from cluster.explain_command import explain_command
 from cluster.fleet_command import drain_command, logs_command, restart_command, scale_command
 from cluster.model_command import model_app
 from protocol.errors import ClusterError, InvariantViolation, KVFerryError
@@ -27,6 +28,7 @@ app.add_typer(model_app)
 app.add_typer(bench_app)
 app.add_typer(config_app)
 app.command("key")(key_command)
+app.command("explain")(explain_command)
 app.command("scale")(scale_command)
 app.command("drain")(drain_command)
 app.command("restart")(restart_command)

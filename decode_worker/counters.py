@@ -55,6 +55,8 @@ class Counters:
             steps=stepper.steps,
             step_seconds=stepper.step_seconds,
             step_age=step_watch.age,
+            step_fixed=stepper.pace.fixed,
+            step_per_token=stepper.pace.per_token,
             step_gaps=stepper.gaps.histogram(),
             prefill_tokens=local_prefill.tokens,
             cached_tokens=self.cached_tokens,

@@ -103,8 +103,7 @@ class DecodeWorker:
         resources.callback(self._stepper.close)
         if progress is not None:
             progress("sockets", 0.0)
-        runner = self._stepper.runner
-        settings = runner.config
+        runner, settings = self._stepper.runner, self._stepper.runner.config
         self._max_model_len = runner.max_model_len
         self.pool = BlockPool(runner.num_blocks, settings.block_size, prefix_cache=settings.prefix_cache)
         self._watch, self._step_watch = PoolWatch(self.pool), StepWatch(self.config.wedged_after)
@@ -126,11 +125,9 @@ class DecodeWorker:
         )
         context = zmq.asyncio.Context()
         resources.callback(context.term)
-        wire = WireLayout(runner.layout, self.config.wire_dtype)
-        transport, host, config = self.config.transport, self.config.bind_host, self.config.transfer(str(self.me))
-        reception = Reception(runner.cache, runner.copies, wire, transport, host, config)
+        wire, config = WireLayout(runner.layout, self.config.wire_dtype), self.config.transfer(str(self.me))
+        reception = Reception(runner.cache, runner.copies, wire, self.config.transport, self.config.bind_host, config)
         resources.push_async_callback(reception.close)
-        receiver = reception.receiver
         keys = CurveKeys.drawn_from(self.config.secret)
         self._peers = PrefillPeers(
             context,
@@ -143,7 +140,7 @@ class DecodeWorker:
         self._imports = Imports(
             self.pool,
             wire,
-            receiver,
+            reception.receiver,
             vocab_size=runner.vocab_size,
             send=self._peers.send,
             commit=self._commit,
@@ -158,7 +155,7 @@ class DecodeWorker:
             max_model_len=runner.max_model_len,
             layout=runner.layout,
             num_blocks=runner.num_blocks,
-            kv_addresses=receiver.addresses,
+            kv_addresses=reception.receiver.addresses,
             prefills=self.config.local_prefill,
             device=str(runner.device),
             pid=os.getpid(),
@@ -170,6 +167,7 @@ class DecodeWorker:
             heartbeat=self._heartbeat,
             on_message=self._from_router,
             on_router_lost=self._router_lost,
+            publisher=self.pool.publisher(),
             keys=keys,
         )
         resources.push_async_callback(self._link.close)

@@ -17,6 +17,7 @@ from engine.block_state import STATE_OF_HOLDER, BlockState, HolderKind, Owner
 from engine.free_runs import FreeRuns
 from engine.prefix_index import BlockHash, PrefixIndex
 from protocol.errors import ConfigError, InvariantViolation, PoolExhausted
+from protocol.kv_publisher import KVPublisher
 from protocol.layout import PADDING_BLOCK
 from protocol.messages import PoolCounts
 
@@ -199,6 +200,15 @@ class BlockPool:
     def match(self, hashes: Sequence[BlockHash]) -> list[int]:
         """Blocks of the longest indexed prefix of the chain; takes no hold and leaves the LRU order alone."""
         return self._index.find(hashes)
+
+    @property
+    def index(self) -> PrefixIndex:
+        """What :meth:`match` looks into."""
+        return self._index
+
+    def publisher(self) -> KVPublisher:
+        """Tells routers, from now on, what :meth:`match` finds."""
+        return KVPublisher(self._index.watch().take, self._index.hashes)
 
     def generation(self, block: int) -> int:
         """How often ``block`` was allocated."""

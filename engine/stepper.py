@@ -17,6 +17,7 @@ from engine.checkpoint import Progress
 from engine.config import EngineConfig
 from engine.layer_watch import LayerWatch
 from engine.runner import ModelRunner
+from engine.step_pace import StepPace
 from protocol.histogram import SECONDS, Observations
 
 
@@ -26,6 +27,7 @@ class Stepper:
     Attributes:
         steps: forward steps finished.
         step_seconds: time spent in them.
+        pace: what they take lately.
         gaps: from the end of a step to the begin of the next, in the engine's thread, where :meth:`rest` was not called
             in between. The model stands still meanwhile.
     """
@@ -34,6 +36,7 @@ class Stepper:
         self.runner = runner
         self.steps = 0
         self.step_seconds = 0.0
+        self.pace = StepPace()
         self._executor = executor
         self.gaps = Observations(SECONDS)
         self._left: float | None = None
@@ -77,7 +80,9 @@ class Stepper:
         if watch is not None:
             watch = LayerWatch(watch.every, partial(_tell_on, loop, watch.tell))
         try:
-            return await loop.run_in_executor(self._executor, self._step, chunks, watch)
+            draws = await loop.run_in_executor(self._executor, self._step, chunks, watch)
+            self.pace.add(sum(len(chunk.token_ids) for chunk in chunks), time.monotonic() - self._entered)
+            return draws
         finally:
             self.steps += 1
             self.step_seconds += time.monotonic() - entered

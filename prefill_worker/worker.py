@@ -146,6 +146,7 @@ class PrefillWorker:
             peer_endpoint=self._hub.endpoint,
             device=str(runner.device),
             pid=os.getpid(),
+            step_tokens=settings.max_batch_tokens,
         )
         self._link = WorkerLink(
             context,
@@ -154,6 +155,7 @@ class PrefillWorker:
             heartbeat=self._heartbeat,
             on_message=self._from_router,
             on_router_lost=self._router_lost,
+            publisher=self.pool.publisher(),
             keys=keys,
         )
         resources.push_async_callback(self._link.close)
@@ -193,6 +195,8 @@ class PrefillWorker:
             steps=self._stepper.steps,
             step_seconds=self._stepper.step_seconds,
             step_age=self._step_watch.age,
+            step_fixed=self._stepper.pace.fixed,
+            step_per_token=self._stepper.pace.per_token,
             step_gaps=self._stepper.gaps.histogram(),
             prefill_tokens=self._prefill_tokens,
             cached_tokens=self._cached_tokens,

@@ -11,7 +11,9 @@ History of the wire:
   ``decode_turns``, ``draft_tokens`` and ``accepted_tokens``; ``Prefill.seniority``, ``Reserve.seniority``,
   ``Reserve.prefill_rate``, ``WorkerLoad.swaps`` and ``WorkerLoad.swapped_blocks``; ``KVLayout.scales``, and eight-bit
   types of ``KVLayout.dtype``.
-* 3 -- ``WorkerProfile.prefills``, and ``Prefill`` to decode workers that have it; ``WorkerLoad.step_gaps``.
+* 3 -- ``WorkerProfile.prefills``, and ``Prefill`` to decode workers that have it; ``WorkerLoad.step_gaps``;
+  ``KVFollow``, ``KVEvents``, ``KVSnapshot`` and ``Heartbeat.kv_sequence``: routers know what workers have cached;
+  ``WorkerLoad.step_fixed`` and ``step_per_token``, ``WorkerProfile.step_tokens``.
 """
 
 from __future__ import annotations

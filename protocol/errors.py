@@ -8,6 +8,7 @@ succeed (``retryable``). Exceptions of other libraries are mapped to these at th
     KVFerryError                      internal_error
     ├── InvalidRequest                invalid_request            the client sent something wrong; names the field
     │   ├── UnknownModel              model_not_found
+    │   ├── UnknownRequest            request_not_found
     │   ├── ContextLengthExceeded     context_length_exceeded
     │   ├── UnsupportedField          unsupported_field
     │   ├── Unauthorized              unauthorized               no key, or one that is not known
@@ -16,7 +17,8 @@ succeed (``retryable``). Exceptions of other libraries are mapped to these at th
     ├── ServiceError                  service_error
     │   ├── NoWorkerAvailable         no_worker_available
     │   ├── Overloaded                overloaded                 retryable
-    │   │   └── RateLimited           rate_limited               retryable, after a while
+    │   │   ├── RateLimited           rate_limited               retryable, after a while
+    │   │   └── TargetOutOfReach      target_out_of_reach        retryable, after a while
     │   ├── DeadlineExceeded          deadline_exceeded
     │   ├── AttemptsExhausted         attempts_exhausted
     │   └── ConnectionFailed          connection_failed          retryable: a client could not reach the router
@@ -89,6 +91,12 @@ class UnknownModel(InvalidRequest):
     code = "model_not_found"
 
 
+class UnknownRequest(InvalidRequest):
+    """The named request is not known here, or not any more."""
+
+    code = "request_not_found"
+
+
 class ContextLengthExceeded(InvalidRequest):
     """Prompt plus requested output do not fit the model's context."""
 
@@ -132,24 +140,30 @@ class NoWorkerAvailable(ServiceError):
 
 
 class Overloaded(ServiceError):
-    """A bounded queue is full; try again later."""
+    """A bounded queue is full; try again later.
+
+    Attributes:
+        retry_after: seconds until the caller may ask again; 1 where that is not known.
+    """
 
     code = "overloaded"
     retryable = True
 
-
-class RateLimited(Overloaded):
-    """The caller's key has used up what it may ask for.
-
-    Attributes:
-        retry_after: seconds until it may ask again; 1 where that is not known.
-    """
-
-    code = "rate_limited"
-
     def __init__(self, message: str, retry_after: float = 1.0, *, field: str | None = None) -> None:
         super().__init__(message, field=field)
         self.retry_after = retry_after
+
+
+class RateLimited(Overloaded):
+    """The caller's key has used up what it may ask for."""
+
+    code = "rate_limited"
+
+
+class TargetOutOfReach(Overloaded):
+    """No worker is predicted to give the first token in the time that the request allows for it."""
+
+    code = "target_out_of_reach"
 
 
 class DeadlineExceeded(ServiceError):

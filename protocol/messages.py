@@ -3,6 +3,7 @@
 Who sends what::
 
     router -> prefill   Prefill, Cancel            prefill -> router   PromptLogprobs, Tokens, Failed, Heartbeat
+    (and between router and either: the messages of :mod:`protocol.kv_events`)
     router -> decode    Reserve, Prefill, Cancel   decode  -> router   PromptLogprobs, Tokens, Failed, Heartbeat
     decode -> prefill   Grant, Renew, Settle, Abort
     prefill -> decode   Handover, Refuse, Renew
@@ -22,10 +23,12 @@ from protocol.errors import ConfigError
 from protocol.forks import MAX_FORKS, Forks
 from protocol.histogram import SECONDS, Histogram
 from protocol.ids import Address, BlockId, Peer, RequestKey, Role, Ticket, WorkerId
+from protocol.kv_events import KVEvents, KVFollow, KVSnapshot
 from protocol.layout import KVLayout
 from protocol.pool_counts import Count, PoolCounts
 from protocol.prompt_logprobs import PromptLogprobs
 from protocol.sampling import MAX_LOGPROBS, FinishReason, SamplingParams, TokenId, TokenLogprobs
+from protocol.stage_times import Seconds, StageTimes
 from protocol.transfer_counts import TransferCounts
 from protocol.wire_layout import WireDtype, WireLayout
 
@@ -40,7 +43,6 @@ BlockIds = Annotated[tuple[BlockId, ...], msgspec.Meta(max_length=MAX_BLOCKS)]
 Generations = Annotated[
     tuple[Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)], ...], msgspec.Meta(max_length=MAX_BLOCKS)
 ]
-Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 Seniority = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
 Salt = Annotated[str, msgspec.Meta(max_length=MAX_SALT)]
 
@@ -59,6 +61,7 @@ class WorkerProfile(msgspec.Struct, frozen=True, kw_only=True):
         kv_addresses: where its KV receiver listens, one URI per transport (decode only).
         device: "cpu" or "cuda:0" and the like.
         pid: of its process.
+        step_tokens: that a step of it takes at most; 0 where that is not told.
         prefills: whether it computes prompts beside its decode steps when it is sent a Prefill (decode only).
     """
 
@@ -72,6 +75,7 @@ class WorkerProfile(msgspec.Struct, frozen=True, kw_only=True):
     kv_addresses: Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_ADDRESSES)] = ()
     device: Annotated[str, msgspec.Meta(max_length=64)] = "cpu"
     pid: Count = 0
+    step_tokens: Count = 0
     prefills: bool = False
 
 
@@ -94,6 +98,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
         draining: takes no new work.
         used_slots: of the blocks in use: each holds one token's KV, or will.
         empty_slots: those of them for which there is no token, behind the last one of a sequence.
+        step_fixed, step_per_token: seconds of a step whatever is in it, and that each token in it adds, as measured
+            lately; 0 before the first steps. A decode step has one token for each sequence, or more with drafts.
         decode_turns: sequences that took part in decode steps, counted at each step.
         draft_tokens, accepted_tokens: guessed ahead of the model, and found right by it (decode).
         step_gaps: seconds from the end of a step to the begin of the next, while there was work.
@@ -125,6 +131,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     accepted_tokens: Count = 0
     used_slots: Count = 0
     empty_slots: Count = 0
+    step_fixed: Seconds = 0.0
+    step_per_token: Seconds = 0.0
     step_gaps: Histogram = Histogram()
 
     def __post_init__(self) -> None:
@@ -138,11 +146,15 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """Worker to every router, twice a second: enough for a router that has just started to know the worker."""
+    """Worker to every router, twice a second: enough for a router that has just started to know the worker.
+
+    ``kv_sequence`` is the number of the last KV events of its prefix cache.
+    """
 
     profile: WorkerProfile
     load: WorkerLoad
     transfer: TransferCounts = TransferCounts()
+    kv_sequence: Count = 0
 
 
 class PrefillAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -206,35 +218,6 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
 
     key: RequestKey
     reason: Text = ""
-
-
-class StageTimes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where the time of one attempt went; each leg fills in what it saw. Durations in seconds.
-
-    Attributes:
-        prefill_queue: prefill's: arrival to first chunk.
-        prefill: prefill's: first chunk to first token.
-        cached_tokens: prefill's: prompt tokens skipped by its prefix cache.
-        reserve_wait: decode's: arrival to grant.
-        ship: time the transport spent on this request's spans.
-        handoff: end of the last chunk to commit, without the network's flight time.
-        decode_step: decode's: commit to its first token.
-        kv_blocks, kv_bytes: that crossed.
-        decode_cached_blocks: blocks decode already had and did not ask for.
-        transport: URI scheme the bytes went by.
-    """
-
-    prefill_queue: Seconds = 0.0
-    prefill: Seconds = 0.0
-    cached_tokens: Count = 0
-    reserve_wait: Seconds = 0.0
-    ship: Seconds = 0.0
-    handoff: Seconds = 0.0
-    decode_step: Seconds = 0.0
-    kv_blocks: Count = 0
-    kv_bytes: Count = 0
-    decode_cached_blocks: Count = 0
-    transport: Annotated[str, msgspec.Meta(max_length=32)] = ""
 
 
 class Tokens(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
@@ -349,7 +332,7 @@ class Refuse(msgspec.Struct, frozen=True, kw_only=True, tag="refuse"):
     error: ErrorInfo
 
 
-_Routed = Heartbeat | Prefill | Reserve | Cancel | PromptLogprobs | Tokens | Failed
+_Routed = Heartbeat | Prefill | Reserve | Cancel | PromptLogprobs | Tokens | Failed | KVFollow | KVEvents | KVSnapshot
 Message = _Routed | Grant | Renew | Settle | Abort | Handover | Refuse
 """Anything that may travel on the request plane."""
 

@@ -2,27 +2,34 @@
 
 Life cycle: made, :meth:`WorkerLink.start` once, messages come to the callback and go out by :meth:`WorkerLink.send`,
 :meth:`WorkerLink.close` once. A router that starts again at the same address is seen by its new incarnation; what its
-former life had asked for is reported through ``on_router_lost``.
+former life had asked for is reported through ``on_router_lost``. What a worker tells of its prefix cache goes from here
+by itself, to the routers that follow it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable
 
+import msgspec
 import zmq.asyncio
 
 from protocol.connections import RECONNECT_AFTER
 from protocol.curve import CurveKeys
 from protocol.errors import AuthenticationFailed, ProtocolError
 from protocol.ids import Peer
+from protocol.kv_events import KVFollow
+from protocol.kv_publisher import KVPublisher
 from protocol.loops import Loops
 from protocol.messages import Heartbeat, Message
 from protocol.sockets import Spoke
 
 HEARTBEAT_INTERVAL = 0.5
 """Seconds between two heartbeats of a worker."""
+PUBLISH_INTERVAL = 0.1
+"""Seconds between two looks at what has changed in the prefix cache."""
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +44,7 @@ class WorkerLink:
         heartbeat: gives the current heartbeat.
         on_message: called with ``(router, message)`` for each message.
         on_router_lost: called with the former incarnation of a router that started again.
+        publisher: of the worker's prefix cache.
         keys: that every router must have; None serves any.
     """
 
@@ -49,12 +57,14 @@ class WorkerLink:
         heartbeat: Callable[[], Heartbeat],
         on_message: Callable[[Peer, Message], None],
         on_router_lost: Callable[[Peer], None],
+        publisher: KVPublisher,
         keys: CurveKeys | None = None,
     ) -> None:
         self._spokes = [Spoke(context, me, endpoint, keys=keys, watched=True) for endpoint in routers]
         self._heartbeat = heartbeat
         self._on_message = on_message
         self._on_router_lost = on_router_lost
+        self._publisher = publisher
         self._peers: dict[Peer, Spoke] = {}
         self._loops = Loops()
         self.malformed_frames = 0
@@ -65,6 +75,7 @@ class WorkerLink:
             self._loops.start(f"router-link {spoke.endpoint}", self._receive(spoke))
             self._loops.start(f"router-return {spoke.endpoint}", self._greet(spoke))
         self._loops.start("heartbeat", self._beat())
+        self._loops.start("kv-events", self._publish())
 
     @property
     def tasks(self) -> tuple[asyncio.Task[None], ...]:
@@ -78,9 +89,26 @@ class WorkerLink:
 
     def announce(self) -> None:
         """Send a heartbeat to every router now."""
-        message = self._heartbeat()
+        message = self._sign_of_life()
         for spoke in self._spokes:
             spoke.send(message)
+
+    def _sign_of_life(self) -> Heartbeat:
+        # What has changed goes first, so that the number in the heartbeat is that of the last events sent.
+        self._tell_changes()
+        return msgspec.structs.replace(self._heartbeat(), kv_sequence=self._publisher.sequence)
+
+    def _tell_changes(self) -> None:
+        followers = self._publisher.followers(time.monotonic())
+        for events in self._publisher.flush():
+            for spoke in self._spokes:
+                if spoke.endpoint in followers:
+                    spoke.send(events)
+
+    async def _publish(self) -> None:
+        while True:
+            self._tell_changes()
+            await asyncio.sleep(PUBLISH_INTERVAL)
 
     async def close(self) -> None:
         """Stop and close every connection."""
@@ -106,10 +134,10 @@ class WorkerLink:
                 continue
             refused = False
             # The router has seen the end of the former connection, and waits but shortly for a sign of life.
-            spoke.send(self._heartbeat())
+            spoke.send(self._sign_of_life())
             # Where the router reads of the end and of this sign in one go, it takes it for one of before the end.
             await asyncio.sleep(2 * RECONNECT_AFTER)
-            spoke.send(self._heartbeat())
+            spoke.send(self._sign_of_life())
 
     async def _receive(self, spoke: Spoke) -> None:
         while True:
@@ -120,6 +148,11 @@ class WorkerLink:
                 logger.warning("refused a frame from router at %s: %s", spoke.endpoint, error)
                 continue
             self._learn(envelope.sender, spoke)
+            if isinstance(envelope.body, KVFollow):
+                self._tell_changes()
+                for page in self._publisher.follow(spoke.endpoint, envelope.body, time.monotonic()):
+                    spoke.send(page)
+                continue
             self._on_message(envelope.sender, envelope.body)
 
     def _learn(self, router: Peer, spoke: Spoke) -> None:
@@ -127,6 +160,8 @@ class WorkerLink:
             return
         former = [peer for peer, known in self._peers.items() if known is spoke]
         self._peers[router] = spoke
+        if former:
+            self._publisher.forget(spoke.endpoint)
         for peer in former:
             del self._peers[peer]
             logger.warning("router %s started again as %s", peer, router)

@@ -26,6 +26,10 @@ class RouterConfig:
         host, port: of the HTTP server; port 0 takes a free one.
         hub: ZeroMQ address that workers connect to; port 0 takes a free one.
         policy: how workers are chosen, a name in ``router.policy.POLICIES``.
+        slow_start: how long a worker that has just joined gets less than its part; the ``cost`` policy heeds it.
+        explained_requests: of how many of the last requests it is kept why they went where they went.
+        ttft_target: a new request is refused when no worker is predicted to give its first token within this, unless it
+            brings a ``ttft_target`` of its own; 0 refuses none.
         local_prefill: when a decode worker computes a prompt itself: "never", as a "fallback" while there is no prefill
             worker, then and for "short" prompts, or "always".
         local_prefill_tokens: a prompt of at most so many tokens is short.
@@ -64,7 +68,10 @@ class RouterConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     hub: str = "tcp://127.0.0.1:0"
-    policy: str = "least_loaded"
+    policy: str = "cost"
+    slow_start: float = 10.0
+    explained_requests: int = 1024
+    ttft_target: float = 0.0
     local_prefill: LocalPrefill = "fallback"
     local_prefill_tokens: int = 0
     worker_timeout: float = 2.0
@@ -130,7 +137,16 @@ class RouterConfig:
             "breaker_cooldown",
         ):
             self._check(field, 0.0 < getattr(self, field) < math.inf, "over 0 and finite")
-        for field in ("worker_wait", "worker_wait_first", "retry_backoff", "reorder_grace", "stop_grace"):
+        self._check("explained_requests", 0 <= self.explained_requests <= 1 << 20, "in [0, 2**20]")
+        for field in (
+            "slow_start",
+            "ttft_target",
+            "worker_wait",
+            "worker_wait_first",
+            "retry_backoff",
+            "reorder_grace",
+            "stop_grace",
+        ):
             self._check(field, 0.0 <= getattr(self, field) < math.inf, "at least 0 and finite")
         self._check("priority_aging", 0.0 <= self.priority_aging <= 3600.0, "in [0, 3600]")
         for field in ("max_attempts", "max_requests", "breaker_failures"):

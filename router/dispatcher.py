@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import ParamSpec
 
-from protocol.errors import InvariantViolation, KVFerryError, NoWorkerAvailable, Overloaded
+from protocol.errors import InvariantViolation, KVFerryError, NoWorkerAvailable, Overloaded, TargetOutOfReach
 from protocol.ids import Peer, RequestKey, new_request_id
+from protocol.kv_events import KVEvents, KVFollow, KVSnapshot
 from protocol.messages import (
     Cancel,
     Envelope,
@@ -40,10 +41,11 @@ from router.instructions import (
     Stage,
 )
 from router.live_request import LiveRequest
-from router.local_prefill import LocalPrefillRule, decide
 from router.metrics import RouterMetrics
-from router.outstanding import Outstanding
-from router.policy import Demand, Placement, Snapshot, mismatch
+from router.pairing import complaints
+from router.placer import Placer
+from router.policy import Demand, Placement
+from router.prompt_chain import PromptChains
 from router.registry import WorkerEvent, WorkerJoined, WorkerRegistry
 from router.request import RequestMachine
 from router.request_limits import RequestLimits
@@ -58,10 +60,10 @@ class Dispatcher:
 
     Args:
         model: served name.
-        policy: name of the placement policy.
-        local_prefill: when prompts stay on the decode worker.
+        placer: chooses the workers.
         limits: on each request.
         max_requests: live at once.
+        ttft_target: of requests that bring none; 0 for none.
         registry: of the workers.
         breakers: of the workers.
         metrics: counts what happens.
@@ -72,26 +74,25 @@ class Dispatcher:
         self,
         *,
         model: str,
-        policy: str,
-        local_prefill: LocalPrefillRule,
+        placer: Placer,
         limits: RequestLimits,
         max_requests: int,
+        ttft_target: float,
         registry: WorkerRegistry,
         breakers: Breakers,
         metrics: RouterMetrics,
         send: Callable[[bytes, Message], bool],
     ) -> None:
         self._model = model
-        self._policy = policy
-        self._local_prefill = local_prefill
+        self._placer = placer
         self._limits = limits
         self._max_requests = max_requests
+        self._ttft_target = ttft_target
         self._registry = registry
         self._breakers = breakers
         self._metrics = metrics
         self._send = send
         self._live: dict[str, LiveRequest] = {}
-        self._outstanding = Outstanding()
         self._turn = 0
         self._work: deque[tuple[LiveRequest, Instruction]] = deque()
         self._working = False
@@ -131,21 +132,22 @@ class Dispatcher:
         """
         check_alike(generations)
         together = self._let_in(generations)
-        tokens = together[0].machine.prompt_tokens
         wishes = [wish for live in together for wish in live.machine.submit(now) if isinstance(wish, NeedPlacement)]
         try:
-            placement = self._choose(Demand(wishes[0].needs_decode, turn=self._turn, prompt_tokens=tokens), now)
+            placement = self._choose(together[0], wishes[0], now, len(together))
         except NoWorkerAvailable as error:
             for live in together:
                 self._advance(live, live.machine.unplaced(error, now), now)
             return together
+        except TargetOutOfReach as error:
+            for live in together:
+                self._advance(live, live.machine.abandon(error, now), now)
+            return together
+        opened = [live.machine.placed(placement, now) for live in together]
         for live in together:
             live.placement = placement
-        first, *others = together
-        opened = [live.machine.placed(placement, now, carried=live is not first) for live in together]
-        for live in others:
-            self._settle_accounts(live)
-        self._advance(first, fold(opened), now)
+            self._note_deadline(live)
+        self._advance(together[0], fold(opened), now)
         return together
 
     def _let_in(self, generations: Sequence[Generation]) -> list[LiveRequest]:
@@ -155,7 +157,14 @@ class Dispatcher:
                 f"{live} requests are under way and {len(generations)} more asked for, "
                 f"the bound is {self._max_requests}"
             )
-        fresh = [LiveRequest(RequestMachine(new_request_id(), each, self._limits)) for each in generations]
+        fresh = [
+            LiveRequest(
+                RequestMachine(new_request_id(), each, self._limits),
+                each,
+                PromptChains(each.token_ids, each.cache_salt),
+            )
+            for each in generations
+        ]
         for each, generation in zip(fresh, generations, strict=True):
             self._live[each.machine.request_id] = each
             self._metrics.prompt_tokens.inc(len(generation.token_ids))
@@ -181,6 +190,9 @@ class Dispatcher:
         match envelope.body:
             case Heartbeat() as beat:
                 self._workers_changed(self._registry.heartbeat(envelope.sender, identity, beat, now), now)
+                self._follow(identity, self._placer.heartbeat(envelope.sender, beat.kv_sequence, now))
+            case KVEvents() | KVSnapshot():
+                self._follow(identity, self._placer.told(envelope.sender, envelope.body, now))
             case PromptLogprobs() as told:
                 live = self._current(identity, told.key, leg_goes_on=True)
                 if live is not None:
@@ -216,17 +228,17 @@ class Dispatcher:
                 self._guarded(live, now, live.machine.tick, now)
             self._note_deadline(live)
 
-    def can_place(self) -> str | None:
+    def can_place(self, now: float) -> str | None:
         """Why a new request would find no pair of workers, or None when it would find one."""
         try:
-            self._decide(Demand(needs_decode=True))
+            self._placer.look(PromptChains(), Demand(needs_decode=True), now)
         except NoWorkerAvailable as error:
             return error.message
         return None
 
-    def _decide(self, demand: Demand, barred: frozenset[Peer] = frozenset()) -> Placement:
-        snapshot = Snapshot(self._registry.workers(), self._outstanding.by_peer, self._model, barred)
-        return decide(self._policy, snapshot, demand, self._local_prefill)
+    def _follow(self, identity: bytes, message: KVFollow | None) -> None:
+        if message is not None:
+            self._send(identity, message)
 
     def _current(self, identity: bytes, key: RequestKey, *, leg_goes_on: bool) -> LiveRequest | None:
         live = self._live.get(key.request_id)
@@ -257,16 +269,8 @@ class Dispatcher:
     def _report_mismatches(self, peer: Peer) -> None:
         joined = self._registry.find(peer)
         assert joined is not None, "it joined just now"
-        if joined.profile.model != self._model:
-            _log.warning("worker %s serves %r, not %r: not used", peer, joined.profile.model, self._model)
-            return
-        for other in self._registry.workers():
-            if not other.live or other.profile.role == joined.profile.role:
-                continue
-            prefill, decode = (joined, other) if joined.profile.role == "prefill" else (other, joined)
-            reason = mismatch(prefill.profile, decode.profile)
-            if reason is not None:
-                _log.warning("workers %s and %s cannot be paired: %s", prefill.peer, decode.peer, reason)
+        for complaint in complaints(joined, self._registry.workers(), self._model):
+            _log.warning("%s", complaint)
 
     def _guarded(
         self, live: LiveRequest, now: float, event: Callable[P, list[Instruction]], *args: P.args, **kwargs: P.kwargs
@@ -279,7 +283,10 @@ class Dispatcher:
         self._advance(live, instructions, now)
 
     def _advance(self, live: LiveRequest, instructions: Iterable[Instruction], now: float) -> None:
-        self._settle_accounts(live)
+        if live.machine.ended:
+            self._forget(live, now)
+        else:
+            self._note_deadline(live)
         self._work.extend((live, instruction) for instruction in instructions)
         if self._working:
             return  # the loop below is running further up the stack and will come to these
@@ -296,9 +303,9 @@ class Dispatcher:
         match instruction:
             case Emit():
                 self._emit(live, instruction, now)
-            case NeedPlacement(needs_decode, excluded):
+            case NeedPlacement():
                 if machine.state is RequestState.QUEUED:
-                    self._place(live, Demand(needs_decode, excluded, self._turn, machine.prompt_tokens), now)
+                    self._place(live, instruction, now)
             case SendReserve(peer, message) | SendPrefill(peer, message):
                 # An attempt that ended while its messages waited here is not opened any more.
                 if machine.key == message.key and not machine.ended and not self._send_to(peer, message):
@@ -325,17 +332,22 @@ class Dispatcher:
         worker = self._registry.find(peer)
         return worker is not None and self._send(worker.identity, message)
 
-    def _place(self, live: LiveRequest, demand: Demand, now: float) -> None:
+    def _place(self, live: LiveRequest, wish: NeedPlacement, now: float) -> None:
         try:
-            placement = self._choose(demand, now)
+            placement = self._choose(live, wish, now)
         except NoWorkerAvailable as error:
             self._advance(live, live.machine.unplaced(error, now), now)
+            return
+        except TargetOutOfReach as error:
+            self._advance(live, live.machine.abandon(error, now), now)
             return
         live.placement = placement
         self._advance(live, live.machine.placed(placement, now), now)
 
-    def _choose(self, demand: Demand, now: float) -> Placement:
-        placement = self._decide(demand, self._breakers.barred(now))
+    def _choose(self, live: LiveRequest, wish: NeedPlacement, now: float, sequences: int = 1) -> Placement:
+        demand = live.demand(wish, self._turn, self._ttft_target, self._breakers.barred(now), sequences)
+        placement, live.decision = self._placer.place(live.chains, demand, live.machine.key, now)
+        self._placer.explanations.keep(live.generation.name or live.machine.request_id, live.decision)
         self._turn += 1
         for peer in placement.peers:
             self._breakers.chosen(peer, now)
@@ -359,6 +371,8 @@ class Dispatcher:
         if emit.stage is not Stage.DECODING or emit.finish_reason is not None:
             report = machine.timeline.report(machine.request_id, machine.attempt + 1, now)
             metrics.reached(emit.stage, report, first=not live.answered)
+            if emit.stage is Stage.PREFILLED and live.decision is not None:
+                metrics.ttft_error.observe(self._placer.first_token(live.decision, now))
             live.answered = True
             self._credit(live.placement, emit.stage, now)
         live.mailbox.put(emit.token_ids, emit.finish_reason, report, emit.logprobs, emit.prompt_logprobs)
@@ -372,14 +386,11 @@ class Dispatcher:
         if not live.machine.ended:
             self._deadline = min(self._deadline, live.machine.deadline)
 
-    def _settle_accounts(self, live: LiveRequest) -> None:
+    def _forget(self, live: LiveRequest, now: float) -> None:
         machine = live.machine
-        if machine.ended:
-            if self._live.pop(machine.request_id, None) is not None:
-                self._outstanding.charge(machine.request_id, {})
+        first = machine.timeline.first_token
+        if self._live.pop(machine.request_id, None) is None or live.decision is None or first is None:
             return
-        self._note_deadline(live)
-        current = (machine.state, machine.attempt)
-        if current != live.charged_for:
-            live.charged_for = current
-            self._outstanding.charge(machine.request_id, machine.charges())
+        # Where several attempts gave the tokens, none of them tells of a worker.
+        if not machine.attempt:
+            self._placer.ended(live.decision, machine.emitted, now - first)

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from protocol.ids import Peer
+from router.explanations import Decision
+from router.front.generation import Generation
+from router.instructions import NeedPlacement
 from router.mailbox import Mailbox
-from router.policy import Placement
+from router.policy import Demand, Placement
+from router.prompt_chain import PromptChains
 from router.request import RequestMachine
-from router.request_table import RequestState
 
 
 @dataclass(slots=True, eq=False)
@@ -20,14 +24,42 @@ class LiveRequest:
 
     Attributes:
         machine: decides.
+        generation: what its reader wants.
+        chains: of its prompt's blocks.
         mailbox: its reader's.
         placement: where its latest attempt runs, or ran.
         answered: whether its first token was given out.
-        charged_for: state and attempt that its workers are charged for.
+        decision: why its latest attempt went there; None before the first, and where another's carries it.
     """
 
     machine: RequestMachine
+    generation: Generation
+    chains: PromptChains
     mailbox: Mailbox = field(default_factory=Mailbox)
     placement: Placement | None = None
     answered: bool = False
-    charged_for: tuple[RequestState, int] = (RequestState.QUEUED, 0)
+    decision: Decision | None = None
+
+    def demand(
+        self, wish: NeedPlacement, turn: int, ttft_target: float, barred: frozenset[Peer], sequences: int
+    ) -> Demand:
+        """What its next attempt wants of a placement; arguments as in :class:`Demand`.
+
+        ``ttft_target`` is that of requests that bring none.
+        """
+        machine, generation = self.machine, self.generation
+        if machine.emitted:
+            self.chains.grow(machine.token_ids)
+        own = generation.ttft_target
+        return Demand(
+            needs_decode=wish.needs_decode,
+            excluded=wish.excluded,
+            turn=turn,
+            prompt_tokens=machine.prompt_tokens,
+            output=generation.sampling.max_tokens - machine.emitted,
+            session=generation.session,
+            sequences=sequences,
+            # What was let in is served, late or not.
+            ttft_target=0.0 if machine.attempt else ttft_target if own is None else own,
+            barred=barred,
+        )

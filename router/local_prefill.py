@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from protocol.errors import NoWorkerAvailable
-from router.policy import Demand, Placement, Snapshot, place, ranked, serving
+from router.policy import Choice, Demand, Snapshot, place, place_alone
 
 LocalPrefill = Literal["never", "fallback", "short", "always"]
 """``never``; ``fallback`` where there is no prefill worker; ``short`` then and for short prompts; or ``always``."""
@@ -33,7 +33,7 @@ class LocalPrefillRule:
     tokens: int = 0
 
 
-def decide(policy: str, snapshot: Snapshot, demand: Demand, rule: LocalPrefillRule) -> Placement:
+def decide(policy: str, snapshot: Snapshot, demand: Demand, rule: LocalPrefillRule) -> Choice:
     """Where an attempt runs, and why if that is one worker.
 
     Raises:
@@ -45,7 +45,7 @@ def decide(policy: str, snapshot: Snapshot, demand: Demand, rule: LocalPrefillRu
     try:
         return place(policy, snapshot, demand)
     except NoWorkerAvailable:
-        without = rule.mode != "never" and not serving(snapshot, "prefill")
+        without = rule.mode != "never" and not snapshot.fleet.able("prefill").size
         local = _local(policy, snapshot, demand, "no_prefill_worker" if without else "")
         if local is None:
             raise
@@ -58,10 +58,8 @@ def _wish(demand: Demand, rule: LocalPrefillRule) -> Reason:
     return "short_prompt" if rule.mode == "short" and demand.prompt_tokens <= rule.tokens else ""
 
 
-def _local(policy: str, snapshot: Snapshot, demand: Demand, reason: Reason) -> Placement | None:
+def _local(policy: str, snapshot: Snapshot, demand: Demand, reason: Reason) -> Choice | None:
     """On the decode worker that the policy likes best of those that compute prompts; None without one, or a reason."""
-    able = [worker for worker in serving(snapshot, "decode") if worker.profile.prefills]
-    if not reason or not able:
-        return None
-    best = ranked(policy, able, snapshot, demand, demand.turn)[0]
-    return Placement(best, best if demand.needs_decode else None, reason)
+    rows = snapshot.fleet.able("decode")
+    rows = rows[snapshot.fleet.prefills[rows]]
+    return place_alone(policy, snapshot, demand, rows, reason) if reason and rows.size else None

@@ -9,9 +9,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from protocol.histogram import SECONDS
+from router.block_index import BlockIndex
 from router.breaker import BreakerState, BreakerView
 from router.front.generation import GenerationReport
 from router.instructions import Stage
+from router.kv_feed import KVFeeds
 from router.registry import Worker
 from router.timeline import Timeline
 from router.transfer_metrics import buckets, transfer_metrics
@@ -144,12 +146,28 @@ class WorkerCollector(Collector):
         yield from transfer_metrics(known)
 
 
+class _Resyncs(Collector):
+    """How often a worker's cache had to be asked for anew."""
+
+    def __init__(self, feeds: KVFeeds) -> None:
+        self._feeds = feeds
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        text = "Snapshots asked for because events of a prefix cache were lost."
+        yield CounterMetricFamily("kvferry_index_resyncs", text, value=self._feeds.resyncs)
+
+
 class RouterMetrics:
     """Everything one router counts, in a registry of its own.
 
     Args:
         workers: gives all known workers.
         live_requests: gives the number of live requests.
+        index: of the workers' prefix caches.
+        feeds: that keep it.
         breaker: shows a worker's.
     """
 
@@ -157,6 +175,8 @@ class RouterMetrics:
         self,
         workers: Callable[[], Sequence[Worker]],
         live_requests: Callable[[], int],
+        index: BlockIndex,
+        feeds: KVFeeds,
         breaker: Callable[[Worker], BreakerView] = lambda _: BreakerView(),
     ) -> None:
         registry = CollectorRegistry()
@@ -194,7 +214,22 @@ class RouterMetrics:
         )
         live = Gauge("kvferry_live_requests", "Requests under way.", registry=registry)
         live.set_function(live_requests)
+        blocks = Gauge("kvferry_index_blocks", "Different blocks that workers are known to have.", registry=registry)
+        blocks.set_function(lambda: index.blocks)
+        holdings = Gauge(
+            "kvferry_index_holdings", "The same, counted for each worker that has them.", registry=registry
+        )
+        holdings.set_function(lambda: index.holdings)
+        size = Gauge("kvferry_index_bytes", "Memory of the index of blocks.", registry=registry)
+        size.set_function(lambda: index.nbytes)
+        registry.register(_Resyncs(feeds))
         self.ttft = Histogram("kvferry_ttft_seconds", "Arrival to first token.", buckets=_LATENCY, registry=registry)
+        self.ttft_error = Histogram(
+            "kvferry_ttft_prediction_error_seconds",
+            "How far a predicted time from placement to first token was off.",
+            buckets=_SHORT,
+            registry=registry,
+        )
         self.tpot = Histogram(
             "kvferry_tpot_seconds", "Seconds per output token after the first.", buckets=_SHORT, registry=registry
         )

@@ -1,35 +1,35 @@
 """Choosing a prefill and a decode worker for one attempt: pure functions of a snapshot.
 
-A policy ranks the workers of one role, best first; :func:`place` takes the first pair that fits together. A new policy
-is one function and one line in ``POLICIES``.
+A policy gives each worker of either role a cost; :func:`place` takes the pair that costs least among those that fit
+together. A new policy is one function and one line in ``POLICIES``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from protocol.errors import NoWorkerAvailable
-from protocol.ids import Peer, Role
-from protocol.messages import WorkerProfile
+from protocol.ids import Peer
+from router.fleet import Bools, Fleet, Floats, Rows
+from router.forecast import HORIZON, Forecast
+from router.pairing import mismatch
 from router.registry import Worker
 
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """What there is to choose from.
-
-    Attributes:
-        workers: all known workers, in a stable order.
-        outstanding: this router's own unfinished work by worker: prompt tokens for prefill, sequences for decode.
-        model: served name; workers of another one are left out.
-        barred: peers that get nothing while there are others.
-    """
-
-    workers: Sequence[Worker]
-    outstanding: Mapping[Peer, int]
-    model: str
-    barred: frozenset[Peer] = frozenset()
+CANDIDATES = 16
+"""Workers of each role that pairs are made of, the cheapest; all of them where no pair of these fits."""
+AVOIDED = 1e12
+"""What an excluded worker costs more than any other."""
+BARRED = 10 * AVOIDED
+"""The same of one whose breaker is open."""
+LINK_USE = 0.1
+"""What a second of a link costs where nobody waits for it."""
+LATE = 100.0
+"""Seconds that a worker costs more which misses a target; one that meets it is taken if there is any."""
+IMBALANCE_TOKENS, IMBALANCE_SEQUENCES = 4096, 8
+"""More than the least loaded has, at which a worker gets nothing for its prefix alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,30 @@ class Demand:
         excluded: peers to avoid where there are others.
         turn: grows by one for each placement; equal workers take turns by it.
         prompt_tokens: that are to be prefilled.
+        output: tokens at most.
+        session: whose requests go together; "" when that is not known.
+        sequences: that one prefill comes to.
+        ttft_target: seconds within which the first token is to come; 0 for no bound.
+        barred: peers that get nothing while there are others, those to be avoided among them.
     """
 
     needs_decode: bool
     excluded: frozenset[Peer] = frozenset()
     turn: int = 0
     prompt_tokens: int = 0
+    output: int = HORIZON
+    session: str = ""
+    sequences: int = 1
+    ttft_target: float = 0.0
+    barred: frozenset[Peer] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What there is to choose from, and what the request would take where; by row of the fleet."""
+
+    fleet: Fleet
+    forecast: Forecast
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,84 +84,231 @@ class Placement:
         return frozenset(worker.peer for worker in (self.prefill, self.decode) if worker is not None)
 
 
-Policy = Callable[[Sequence[Worker], Mapping[Peer, int], int], list[Worker]]
-"""Ranks workers of one role, best first, from ``(workers, outstanding, turn)``."""
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Costs by row, the lowest first.
 
-
-def round_robin(workers: Sequence[Worker], outstanding: Mapping[Peer, int], turn: int) -> list[Worker]:
-    """Each in its turn, whatever the load."""
-    first = turn % len(workers) if workers else 0
-    return [*workers[first:], *workers[:first]]
-
-
-def least_loaded(workers: Sequence[Worker], outstanding: Mapping[Peer, int], turn: int) -> list[Worker]:
-    """Fewest prompt tokens ahead (prefill) or fewest sequences (decode); equals take turns.
-
-    A heartbeat is up to half a second old, so this router's own unfinished work is added to what it says.
+    Attributes:
+        prefill, decode: of the workers of either role.
+        in_seconds: whether both are, so that they add up, with the time that blocks take to cross, where prefill does
+            not hide it.
+        tolerance: share of a pair's cost by which another may cost more and still be its equal.
     """
 
-    def cost(worker: Worker) -> int:
-        load = worker.load
-        reported = load.waiting_tokens if worker.profile.role == "prefill" else load.running + load.waiting
-        return reported + outstanding.get(worker.peer, 0)
-
-    return sorted(round_robin(workers, outstanding, turn), key=cost)
+    prefill: Floats
+    decode: Floats
+    in_seconds: bool = False
+    tolerance: float = 0.0
 
 
-POLICIES: dict[str, Policy] = {"round_robin": round_robin, "least_loaded": least_loaded}
+Policy = Callable[[Snapshot, Demand], Ranking]
+
+
+def round_robin(snapshot: Snapshot, demand: Demand) -> Ranking:
+    """Each in its turn, whatever the load."""
+    fleet = snapshot.fleet
+    # Shifted by one for each round of the prefill workers, so that every pair comes up, not only equal positions.
+    rounds = demand.turn // max(1, len(fleet.able("prefill")))
+    return Ranking(_in_turn(fleet.prefill, demand.turn), _in_turn(fleet.decode, demand.turn + rounds))
+
+
+def random(snapshot: Snapshot, demand: Demand) -> Ranking:
+    """Anyone, whatever the load; drawn by the turn, so the same turn gives the same."""
+    draws = _draws(snapshot.fleet, demand.turn)
+    return Ranking(draws, draws)
+
+
+def power_of_two(snapshot: Snapshot, demand: Demand) -> Ranking:
+    """The less loaded of two that are drawn."""
+    fleet = snapshot.fleet
+    draws, loads = _draws(fleet, demand.turn), least_loaded(snapshot, demand)
+
+    def of_two(able: Bools, load: Floats) -> Floats:
+        drawn = np.where(able, draws, np.inf)
+        second = np.partition(drawn, 1)[1]
+        return np.where(drawn <= second, load, load + AVOIDED / 4)
+
+    return Ranking(of_two(fleet.prefill, loads.prefill), of_two(fleet.decode, loads.decode))
+
+
+def least_loaded(snapshot: Snapshot, demand: Demand) -> Ranking:
+    """Fewest prompt tokens ahead (prefill) or fewest sequences (decode); equals take turns."""
+    fleet = snapshot.fleet
+    return Ranking(fleet.waiting + fleet.own_tokens, fleet.running + fleet.own_sequences)
+
+
+def prefix_aware(snapshot: Snapshot, demand: Demand) -> Ranking:
+    """Who has most of the prompt, as long as it is not loaded much more than others; equals by load."""
+    fleet, told = snapshot.fleet, snapshot.forecast
+    loads = least_loaded(snapshot, demand)
+
+    def of_prefix(able: Bools, load: Floats, lacks: Floats, bound: float) -> Floats:
+        least = np.min(load, where=able, initial=np.inf)
+        overloaded = load > least + bound
+        return np.where(overloaded, AVOIDED / 4, lacks * 1e3) + load * 1e-3
+
+    return Ranking(
+        of_prefix(fleet.prefill, loads.prefill, told.uncached, IMBALANCE_TOKENS),
+        of_prefix(fleet.decode, loads.decode, told.missing, IMBALANCE_SEQUENCES),
+    )
+
+
+def session_affinity(snapshot: Snapshot, demand: Demand) -> Ranking:
+    """The same pair for a session as long as it lives, by rendezvous hashing; who has no session goes by load."""
+    if not demand.session:
+        return least_loaded(snapshot, demand)
+    key = int.from_bytes(demand.session.encode()[:256], "little") % ((1 << 61) - 1)
+    draws = _draws(snapshot.fleet, key)
+    return Ranking(draws, draws)
+
+
+def cost(snapshot: Snapshot, demand: Demand) -> Ranking:
+    """The least predicted time: to the first token, for blocks to cross, and for the output after it."""
+    told = snapshot.forecast
+    tokens = min(demand.output, HORIZON)
+    prefill = told.ttft / told.speed + told.wait
+    if demand.ttft_target:
+        prefill += np.where(told.ttft + told.wait > demand.ttft_target, LATE, 0.0)
+    # Even where a transfer holds nobody up, others could have had the link.
+    decode = told.tpot * tokens / told.speed + told.wait + LINK_USE * told.transfer
+    return Ranking(prefill, decode, in_seconds=True, tolerance=5e-3)
+
+
+POLICIES: dict[str, Policy] = {
+    "cost": cost,
+    "least_loaded": least_loaded,
+    "power_of_two": power_of_two,
+    "prefix_aware": prefix_aware,
+    "random": random,
+    "round_robin": round_robin,
+    "session_affinity": session_affinity,
+}
 """Every policy by name."""
 
 
-def mismatch(prefill: WorkerProfile, decode: WorkerProfile) -> str | None:
-    """Why the two cannot serve one request together, naming both values; None when they can."""
-    if prefill.model != decode.model:
-        return f"model: {prefill.model!r} here, {decode.model!r} there"
-    if prefill.vocab_size != decode.vocab_size:
-        return f"vocab_size: {prefill.vocab_size} here, {decode.vocab_size} there"
-    fatal = prefill.layout.geometry_differences(decode.layout)
-    if fatal:
-        return "; ".join(fatal)
-    return None if prefill.peer_endpoint else "prefill announces no endpoint for other workers"
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A pair of rows, and what they were chosen from.
+
+    Attributes:
+        prefill, decode: rows; no decode where none is needed.
+        prefill_candidates, decode_candidates: rows that were looked at; none for decode where none is needed.
+        ranking: of all.
+        local: why the decode worker prefills, which is then both; "" where a prefill worker does.
+    """
+
+    prefill: int
+    decode: int | None
+    prefill_candidates: Rows
+    decode_candidates: Rows | None
+    ranking: Ranking
+    local: str = ""
 
 
-def serving(snapshot: Snapshot, role: Role) -> list[Worker]:
-    """Workers of one role that take new work."""
-    return [
-        worker
-        for worker in snapshot.workers
-        if worker.accepts_work and worker.profile.model == snapshot.model and worker.profile.role == role
-    ]
+def place_alone(policy: str, snapshot: Snapshot, demand: Demand, rows: Rows, local: str) -> Choice:
+    """The one of some decode workers that ``policy`` likes best, for prompt and output alike."""
+    ranking = POLICIES[policy](snapshot, demand)
+    avoided = _avoided(snapshot.fleet, demand)
+    chosen = _best(ranking.decode if avoided is None else ranking.decode + avoided, rows, ranking, demand)
+    return Choice(chosen, chosen if demand.needs_decode else None, rows, rows, ranking, local)
 
 
-def ranked(policy: str, workers: Sequence[Worker], snapshot: Snapshot, demand: Demand, turn: int) -> list[Worker]:
-    """Workers of one role as ``policy`` likes them, those to be avoided last."""
-    liked = POLICIES[policy](workers, snapshot.outstanding, turn)
-    return sorted(liked, key=lambda worker: (worker.peer in snapshot.barred, worker.peer in demand.excluded))
-
-
-def place(policy: str, snapshot: Snapshot, demand: Demand) -> Placement:
+def place(policy: str, snapshot: Snapshot, demand: Demand) -> Choice:
     """The pair that ``policy`` likes best among those that fit together.
 
     Raises:
         NoWorkerAvailable: there is none; says which role is missing.
     """
-    prefill = serving(snapshot, "prefill")
-    if not prefill:
+    fleet = snapshot.fleet
+    if not fleet.able("prefill").size:
         raise NoWorkerAvailable("no prefill worker is available")
-    ranked_prefill = ranked(policy, prefill, snapshot, demand, demand.turn)
-    if not demand.needs_decode:
-        return Placement(ranked_prefill[0], None)
-    decode = serving(snapshot, "decode")
-    if not decode:
+    if demand.needs_decode and not fleet.able("decode").size:
         raise NoWorkerAvailable("no decode worker is available")
-    # Shifted by one for each round of the prefill workers, so that every pair comes up, not only equal positions.
-    ranked_decode = ranked(policy, decode, snapshot, demand, demand.turn + demand.turn // len(prefill))
-    for chosen in ranked_prefill:
-        for partner in ranked_decode:
-            if mismatch(chosen.profile, partner.profile) is None:
-                return Placement(chosen, partner)
-    first = ranked_prefill[0], ranked_decode[0]
+    ranking = POLICIES[policy](snapshot, demand)
+    avoided = _avoided(fleet, demand)
+    prefill = ranking.prefill if avoided is None else ranking.prefill + avoided
+    decode = ranking.decode if avoided is None else ranking.decode + avoided
+    if not demand.needs_decode:
+        rows = _cheapest(prefill, fleet.able("prefill"), CANDIDATES)
+        chosen = _best(prefill, rows, ranking, demand)
+        return Choice(chosen, None, rows, None, ranking)
+    for bound in (CANDIDATES, len(fleet)):
+        rows = _cheapest(prefill, fleet.able("prefill"), bound)
+        partners = _cheapest(decode, fleet.able("decode"), bound)
+        if ranking.in_seconds:
+            told = snapshot.forecast
+            hidden = told.transfer[partners][:, None] - told.compute[rows]
+            pairs = decode[partners][:, None] + prefill[rows] + np.maximum(hidden, 0.0)
+        else:
+            # Costs of different kinds: the prefill worker's counts first.
+            pairs = _ranks(decode[partners])[:, None] + _ranks(prefill[rows]) * len(fleet)
+        pair = _fitting(fleet, pairs, rows, partners, ranking.tolerance, demand.turn)
+        if pair is not None:
+            return Choice(*pair, rows, partners, ranking)
+    here, there = fleet.workers[rows[prefill[rows].argmin()]], fleet.workers[partners[decode[partners].argmin()]]
+    assert here is not None
+    assert there is not None
     raise NoWorkerAvailable(
-        f"no prefill worker has a decode worker that it can ship to; {first[0].peer.name} (here) and "
-        f"{first[1].peer.name} (there): {mismatch(first[0].profile, first[1].profile)}"
+        f"no prefill worker has a decode worker that it can ship to; {here.peer.name} (here) and "
+        f"{there.peer.name} (there): {mismatch(here.profile, there.profile)}"
     )
+
+
+def _best(costs: Floats, rows: Rows, ranking: Ranking, demand: Demand) -> int:
+    """The cheapest of the rows; among equals, the turn decides."""
+    found = costs[rows]
+    near = np.flatnonzero(found <= found.min() * (1 + ranking.tolerance))
+    return int(rows[near[demand.turn % len(near)]])
+
+
+def _fitting(
+    fleet: Fleet, pairs: Floats, rows: Rows, partners: Rows, tolerance: float, turn: int
+) -> tuple[int, int] | None:
+    """The cheapest pair that fits together; among equals, the turn decides."""
+    flat = pairs.reshape(-1)
+    while True:
+        least = flat.min()
+        if least == np.inf:
+            return None
+        near = np.flatnonzero(flat <= least + abs(least) * tolerance)
+        chosen = int(near[turn % len(near)])
+        prefill, decode = int(rows[chosen % len(rows)]), int(partners[chosen // len(rows)])
+        here, there = fleet.workers[prefill], fleet.workers[decode]
+        assert here is not None, "it takes work"
+        assert there is not None, "it takes work"
+        if mismatch(here.profile, there.profile) is None:
+            return prefill, decode
+        flat[chosen] = np.inf
+
+
+def _ranks(costs: Floats) -> Floats:
+    return np.unique(costs, return_inverse=True)[1].astype(np.float64)
+
+
+def _cheapest(costs: Floats, rows: Rows, bound: int) -> Rows:
+    """At most ``bound`` of the rows, none of the others costing less; in their own order."""
+    if len(rows) <= bound:
+        return rows
+    return rows[np.sort(np.argpartition(costs[rows], bound)[:bound])]
+
+
+def _avoided(fleet: Fleet, demand: Demand) -> Floats | None:
+    if not demand.excluded and not demand.barred:
+        return None
+    extra = np.zeros(len(fleet))
+    for peers, more in ((demand.excluded, AVOIDED), (demand.barred, BARRED)):
+        extra[[row for row in map(fleet.find, peers) if row is not None]] += more
+    return extra
+
+
+def _in_turn(able: Bools, turn: int) -> Floats:
+    position = np.cumsum(able) - 1
+    return ((position - turn) % max(1, int(able.sum()))).astype(np.float64)
+
+
+def _draws(fleet: Fleet, key: int) -> Floats:
+    """A number in [0, 1) for each worker, by its name and ``key`` alone (splitmix64)."""
+    mixed = fleet.seeds ^ np.uint64(key * 0x9E3779B97F4A7C15 & (1 << 64) - 1)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return (mixed ^ (mixed >> np.uint64(31))) / np.float64(1 << 64)

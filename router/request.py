@@ -87,7 +87,6 @@ class RequestMachine:
         self._setbacks = 0
         self._last_cause: KVFerryError | None = None
         self._excluded: frozenset[Peer] = frozenset()
-        self._carried = False
         # Decode's tokens that overtook prefill's first one: they come over another connection.
         self._early: list[Tokens] = []
         self._expires_at = math.inf
@@ -121,15 +120,10 @@ class RequestMachine:
         """Tokens that this attempt prefills."""
         return len(self._generation.token_ids) + len(self._emitted)
 
-    def charges(self) -> dict[Peer, int]:
-        """What the current attempt costs its workers: prompt tokens not yet prefilled, one sequence to decode."""
-        prefill, decode = self._legs()
-        charges: dict[Peer, int] = {} if decode is None else {decode: 1}
-        if prefill is not None and self._is_local:
-            return {prefill: 1}
-        if prefill is not None and self.state is RequestState.PREFILLING and not self._carried:
-            charges[prefill] = self.prompt_tokens
-        return charges
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """What this attempt prefills: the prompt, and what earlier ones emitted."""
+        return (*self._generation.token_ids, *self._emitted)
 
     @property
     def deadline(self) -> float:
@@ -142,16 +136,9 @@ class RequestMachine:
         self._expires_at = now + self._timeout
         return [self._need_placement()]
 
-    def placed(self, placement: Placement, now: float, *, carried: bool = False) -> list[Instruction]:
-        """Workers were chosen: open both legs, decode's first, for its grant is what prefill waits for.
-
-        Args:
-            placement: the workers.
-            now: monotonic seconds.
-            carried: whether another request's messages open this attempt, which then costs no prefill of its own.
-        """
+    def placed(self, placement: Placement, now: float) -> list[Instruction]:
+        """Workers were chosen: open both legs, decode's first, for its grant is what prefill waits for."""
         self._tracker.move(RequestEvent.PLACED)
-        self._carried = carried
         self._wait_until = math.inf
         self.placement = placement
         generation, prefill, decode = self._generation, placement.prefill, placement.decode
@@ -160,7 +147,7 @@ class RequestMachine:
         line.decode = None
         line.prefill_worker, line.decode_worker = prefill.peer.name, "" if decode is None else decode.peer.name
         line.local_prefill = placement.local
-        token_ids = (*generation.token_ids, *self._emitted)
+        token_ids = self.token_ids
         senior = seniority(now - line.submitted, generation.priority, self._limits.priority_aging)
         opened: list[Instruction] = []
         if decode is not None and not placement.local:

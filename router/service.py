@@ -30,6 +30,7 @@ from router.front.generation import Generation, Output, ServiceHealth
 from router.live_request import LiveRequest
 from router.local_prefill import LocalPrefillRule
 from router.metrics import RouterMetrics
+from router.placer import Placer, PlacerConfig
 from router.registry import Worker, WorkerRegistry
 from router.request_limits import RequestLimits
 
@@ -61,15 +62,24 @@ class Service:
                 failures=config.breaker_failures, window=config.breaker_window, cooldown=config.breaker_cooldown
             )
         )
+        placing = PlacerConfig(
+            model=config.model,
+            policy=config.policy,
+            local_prefill=LocalPrefillRule(config.local_prefill, config.local_prefill_tokens),
+            slow_start=config.slow_start,
+            explained_requests=config.explained_requests,
+        )
+        self._placer = Placer(placing, self._registry)
         self._metrics = RouterMetrics(
             self._registry.workers,
             lambda: self._dispatcher.live_requests,
+            self._placer.index,
+            self._placer.feeds,
             lambda worker: self._breakers.view(worker.peer),
         )
         self._dispatcher = Dispatcher(
             model=config.model,
-            policy=config.policy,
-            local_prefill=LocalPrefillRule(config.local_prefill, config.local_prefill_tokens),
+            placer=self._placer,
             limits=RequestLimits(
                 max_attempts=config.max_attempts,
                 worker_wait=config.worker_wait,
@@ -82,6 +92,7 @@ class Service:
                 priority_aging=config.priority_aging,
             ),
             max_requests=config.max_requests,
+            ttft_target=config.ttft_target,
             registry=self._registry,
             breakers=self._breakers,
             metrics=self._metrics,
@@ -200,7 +211,7 @@ class Service:
         if not self._serving or any(task.done() for task in self.tasks):
             lack: str | None = "the router is not running"
         else:
-            lack = self._dispatcher.can_place()
+            lack = self._dispatcher.can_place(time.monotonic())
         return ServiceHealth(lack is None, roles.count("prefill"), roles.count("decode"), lack or "ready")
 
     def cluster(self) -> dict[str, Any]:
@@ -216,6 +227,10 @@ class Service:
                 _describe(worker, self._breakers.view(worker.peer), now) for worker in self._registry.workers()
             ],
         }
+
+    def explain(self, name: str) -> list[dict[str, Any]]:
+        """Each placement of a client's request, ready for JSON; none when it is not known (any more)."""
+        return [decision.told() for decision in self._placer.explanations.find(name)]
 
     def metrics(self) -> bytes:
         """All metrics in the Prometheus text format; may be called in any thread."""

@@ -11,6 +11,7 @@
 
 from router.client.asynchronous import AsyncClient, AsyncStream
 from router.client.calls import ToolCall, ToolCallDelta
+from router.client.explanation import Explanation, Placed
 from router.client.results import Chunk, Completion, Health, ModelCard, Timings, Usage
 from router.client.scores import RankedToken, ScoredToken, Tokenization
 from router.client.synchronous import Client, Stream
@@ -21,8 +22,10 @@ __all__ = [
     "Chunk",
     "Client",
     "Completion",
+    "Explanation",
     "Health",
     "ModelCard",
+    "Placed",
     "RankedToken",
     "ScoredToken",
     "Stream",

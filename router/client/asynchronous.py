@@ -11,9 +11,11 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 
+from router.client.explanation import Explanation, explanation_of
 from router.client.results import (
     Chunk,
     Completion,
@@ -32,6 +34,7 @@ from router.client.wire import (
     CHAT,
     COMPLETIONS,
     DETOKENIZE,
+    EXPLAIN,
     HEALTH,
     MODELS,
     RETRIED_STATUSES,
@@ -246,6 +249,15 @@ class AsyncClient:
     async def models(self) -> tuple[ModelCard, ...]:
         """The served models."""
         return models_of(await self._content(await self._send("GET", MODELS, None, {})))
+
+    async def explain(self, request_id: str) -> Explanation:
+        """Why a request went where it went; ``request_id`` is that of its answer.
+
+        Raises:
+            UnknownRequest: the router does not know it, or not any more.
+        """
+        path = EXPLAIN + quote(request_id, safe="")
+        return explanation_of(await self._content(await self._send("GET", path, None, {})))
 
     async def health(self) -> Health:
         """The router's health; being not ready is an answer, not an error."""

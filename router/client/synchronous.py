@@ -10,9 +10,11 @@ import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 
+from router.client.explanation import Explanation, explanation_of
 from router.client.results import (
     Chunk,
     Completion,
@@ -31,6 +33,7 @@ from router.client.wire import (
     CHAT,
     COMPLETIONS,
     DETOKENIZE,
+    EXPLAIN,
     HEALTH,
     MODELS,
     RETRIED_STATUSES,
@@ -245,6 +248,15 @@ class Client:
     def models(self) -> tuple[ModelCard, ...]:
         """The served models."""
         return models_of(self._content(self._send("GET", MODELS, None, {})))
+
+    def explain(self, request_id: str) -> Explanation:
+        """Why a request went where it went; ``request_id`` is that of its answer.
+
+        Raises:
+            UnknownRequest: the router does not know it, or not any more.
+        """
+        path = EXPLAIN + quote(request_id, safe="")
+        return explanation_of(self._content(self._send("GET", path, None, {})))
 
     def health(self) -> Health:
         """The router's health; being not ready is an answer, not an error."""

@@ -28,6 +28,7 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 MODELS = "/v1/models"
 HEALTH = "/health"
+EXPLAIN = "/explain/"
 TOKENIZE = "/tokenize"
 DETOKENIZE = "/detokenize"
 

@@ -16,12 +16,13 @@ from typing import TypeVar
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from protocol.errors import KVFerryError, ProtocolError, RequestCancelled, UnknownModel
+from protocol.errors import KVFerryError, ProtocolError, RequestCancelled, UnknownModel, UnknownRequest
 from router.front.answers import Answer
 from router.front.choices import Choices
 from router.front.config import FrontConfig
 from router.front.errors import error_body, error_object, retry_after, status_of
 from router.front.exchange import Exchange, Header, Receive, Scope, Send
+from router.front.explanation import explained
 from router.front.formats import AnswerFormat, ChatShape, CompletionShape, Shape, event
 from router.front.generation import GenerationService
 from router.front.inspector import Inspector
@@ -91,6 +92,7 @@ class Front:
                 "/openapi.json": {"GET": self._openapi},
                 "/metrics": {"GET": self._metrics},
                 "/cluster": {"GET": self._cluster},
+                "/explain/": {"GET": self._explain},
             }
         )
 
@@ -175,6 +177,9 @@ class Front:
             ready = prepare() if len(body) < LONG_BODY_BYTES else await asyncio.to_thread(prepare)
             for form in ready.forms:
                 await self._inspector.check(form.grammar, form.field)
+            ready = ready.named(exchange.request_id)
+            if exchange.header(b"x-kvferry-explain") == b"1":
+                exchange.notes = lambda: explained(self._service.explain(exchange.request_id))
             shown_as = AnswerFormat(
                 shape,
                 exchange.request_id,
@@ -228,6 +233,12 @@ class Front:
 
     async def _cluster(self, exchange: Exchange, _: str) -> None:
         await exchange.respond(200, msgspec.json.encode(self._service.cluster()))
+
+    async def _explain(self, exchange: Exchange, name: str) -> None:
+        decisions = self._service.explain(name)
+        if not decisions:
+            raise UnknownRequest(f"nothing is known of a request {shown(name)}")
+        await exchange.respond(200, msgspec.json.encode({"request": name, "decisions": decisions}))
 
 
 async def _no_route(exchange: Exchange, found: WrongMethod | None) -> None:

@@ -15,9 +15,9 @@ from protocol.errors import (
     NoWorkerAvailable,
     Overloaded,
     PayloadTooLarge,
-    RateLimited,
     Unauthorized,
     UnknownModel,
+    UnknownRequest,
 )
 
 STATUSES: dict[type[KVFerryError], int] = {
@@ -25,6 +25,7 @@ STATUSES: dict[type[KVFerryError], int] = {
     InvalidRequest: 400,
     Unauthorized: 401,
     UnknownModel: 404,
+    UnknownRequest: 404,
     PayloadTooLarge: 413,
     Overloaded: 429,
     NoWorkerAvailable: 503,
@@ -32,8 +33,8 @@ STATUSES: dict[type[KVFerryError], int] = {
 }
 """HTTP status by class; a class that is not here takes its nearest ancestor's."""
 
-RETRY_AFTER: dict[int, int] = {429: 1, 503: 2}
-"""Seconds that a client is asked to wait, by status."""
+RETRY_AFTER: dict[int, int] = {503: 2}
+"""Seconds that a client is asked to wait, by status; those of a 429 are the error's own."""
 
 _ADDRESS = re.compile(r"[a-z][a-z0-9+_.-]*://[^\s'\",;)]+|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b", re.IGNORECASE)
 
@@ -45,7 +46,7 @@ def status_of(error: KVFerryError) -> int:
 
 def retry_after(error: KVFerryError) -> int | None:
     """Whole seconds that a client is asked to wait before it tries again; None where it is not."""
-    if isinstance(error, RateLimited):
+    if isinstance(error, Overloaded):
         return max(1, math.ceil(error.retry_after))
     return RETRY_AFTER.get(status_of(error))
 

@@ -39,6 +39,7 @@ class Exchange:
         request_id: ours; on every answer as ``x-request-id``.
         started: whether the status line is out.
         holder: of the key that the client has shown; None until it has, and where none is needed.
+        notes: gives further headers in the moment that the answer begins.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, *, send_timeout: float) -> None:
@@ -47,6 +48,7 @@ class Exchange:
         self.request_id = new_request_id()
         self.started = False
         self.holder: Holder | None = None
+        self.notes: Callable[[], Iterable[Header]] = tuple
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
         self._receive = receive
         self._send = send
@@ -131,7 +133,7 @@ class Exchange:
             pass
 
     async def _start(self, status: int, content_type: bytes, headers: Iterable[Header]) -> None:
-        sent = [(b"content-type", content_type), (b"x-request-id", self.request_id.encode()), *headers]
+        sent = [(b"content-type", content_type), (b"x-request-id", self.request_id.encode()), *headers, *self.notes()]
         theirs = _UNPRINTABLE.sub(b"", self.header(b"x-request-id")[:MAX_CLIENT_ID])
         if theirs:
             sent.append((b"x-client-request-id", theirs))

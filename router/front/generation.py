@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from protocol.prompt_logprobs import LogprobTable
@@ -28,6 +28,9 @@ class Generation:
         timeout: seconds for the whole request; None takes the service's default.
         prompt_logprobs: how many alternatives are wanted beside each prompt token's log-probability; None wants none.
         priority: of the request among others; lower is earlier.
+        ttft_target: seconds within which the first token is worth having; None takes the service's default.
+        session: whose requests go together, where the policy heeds it; "" when that is not known.
+        name: of the client's request, by which it is explained; "" takes the service's own id.
     """
 
     token_ids: tuple[int, ...]
@@ -36,6 +39,9 @@ class Generation:
     timeout: float | None = None
     prompt_logprobs: int | None = None
     priority: int = 0
+    ttft_target: float | None = None
+    session: str = ""
+    name: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -156,6 +162,9 @@ class GenerationService(Protocol):
 
     def cluster(self) -> dict[str, Any]:
         """The workers' state, ready for JSON."""
+
+    def explain(self, name: str) -> list[dict[str, Any]]:
+        """Each placement of a client's request, ready for JSON; none when it is not known (any more)."""
 
     def metrics(self) -> bytes:
         """All metrics in the Prometheus text format; may be called in any thread."""

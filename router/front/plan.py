@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -58,6 +59,11 @@ class Plan:
     silent: bool = False
     forms: tuple[Form, ...] = ()
     calls: CallReading | None = None
+
+    def named(self, name: str) -> Plan:
+        """The same, for a client's request of that name."""
+        generations = tuple(dataclasses.replace(generation, name=name) for generation in self.generations)
+        return dataclasses.replace(self, generations=generations)
 
     def leaders(self) -> list[int]:
         """For each generation the index of the first one of the same prompt."""
@@ -213,6 +219,8 @@ class Planner:
                     # One generation of a prompt tells of its tokens; the others find the prompt in the caches.
                     prompt_logprobs=None if prompt.token_ids in seen else told,
                     priority=request.priority or 0,
+                    ttft_target=request.ttft_target,
+                    session=request.prompt_cache_key or request.user or "",
                 )
                 seen.add(prompt.token_ids)
                 generations.append(generation)

@@ -157,6 +157,10 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     timeout: Annotated[float, msgspec.Meta(gt=0, le=86400)] | None = None
     priority: Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
 
+    ttft_target: Annotated[float, msgspec.Meta(gt=0, le=86400)] | None = None
+    prompt_cache_key: str | None = None
+    user: str | None = None
+
     n: Annotated[int, msgspec.Meta(ge=1)] | None = None
     logit_bias: Annotated[dict[TokenKey, float], msgspec.Meta(max_length=MAX_BIASED)] | None = None
     presence_penalty: float | None = None

@@ -18,7 +18,7 @@ from router.front.keys import hash_of, read_keys
 
 COMMANDS = (
     *("up", "status", "scale", "drain", "restart", "logs", "down", "complete", "chat", "demo", "doctor"),
-    *("config", "model", "bench", "key", "version"),
+    *("config", "model", "bench", "key", "explain", "version"),
 )
 
 
@@ -74,6 +74,7 @@ def test_the_command_starts_without_the_heavy_packages() -> None:
         (("chat", "hello", "--url", "nonsense"), "nonsense"),
         (("chat", " ", "--url", "http://127.0.0.1:9"), "the message is empty"),
         (("complete", "hello"), "no cluster is up here"),
+        (("explain", "r", "--url", "http://127.0.0.1:9"), "127.0.0.1:9"),
     ],
 )
 def test_an_error_is_one_line_and_a_status(arguments: tuple[str, ...], said: str, here: Refused) -> None:

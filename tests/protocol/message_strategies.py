@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from protocol.forks import Fork
 from protocol.histogram import SECONDS, Histogram, Scale
 from protocol.ids import Peer, RequestKey
+from protocol.kv_events import KVEvents, KVFollow, KVSnapshot
 from protocol.layout import KVLayout
 from protocol.messages import (
     Abort,
@@ -101,7 +102,7 @@ loads = st.builds(
     pool=pools,
     draining=st.booleans(),
     step_gaps=histograms(SECONDS),
-    **{name: seconds if name in ("step_seconds", "step_age", "kv_seconds") else counts for name in _load_counts},
+    **{name: seconds if name.startswith("step_") or name == "kv_seconds" else counts for name in _load_counts},
 )
 profiles = st.builds(
     WorkerProfile,
@@ -115,6 +116,7 @@ profiles = st.builds(
     kv_addresses=st.lists(addresses, max_size=8).map(tuple),
     device=st.sampled_from(["cpu", "cuda:0"]),
     pid=counts,
+    step_tokens=counts,
     prefills=st.booleans(),
 )
 
@@ -167,7 +169,12 @@ _leg = {
 }
 
 MESSAGES: dict[type[Message], st.SearchStrategy[Message]] = {
-    Heartbeat: st.builds(Heartbeat, profile=profiles, load=loads, transfer=transfers),
+    Heartbeat: st.builds(Heartbeat, profile=profiles, load=loads, transfer=transfers, kv_sequence=counts),
+    KVFollow: st.builds(KVFollow, sequence=st.none() | counts),
+    KVEvents: st.builds(KVEvents, sequence=counts, stored=st.binary(max_size=64), removed=st.binary(max_size=64)),
+    KVSnapshot: st.builds(
+        KVSnapshot, sequence=counts, page=st.integers(0, 4095), last=st.booleans(), keys=st.binary(max_size=64)
+    ),
     Prefill: st.builds(
         Prefill,
         handoff=st.none() | peers,

@@ -143,6 +143,10 @@ class ScriptedService:
     def cluster(self) -> dict[str, Any]:
         return {"workers": [{"name": "prefill-0", "role": "prefill"}]}
 
+    def explain(self, name: str) -> list[dict[str, Any]]:
+        known = [generation for generation in self.generations if generation.name == name]
+        return [{"request": "r1", "prefill": "prefill-0", "prefill_candidates": []} for _ in known]
+
     def metrics(self) -> bytes:
         return b"# HELP kvferry_worker_up Whether a worker is live\nkvferry_worker_up 1\n"
 

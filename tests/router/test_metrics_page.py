@@ -15,8 +15,10 @@ from worker_facts import worker
 
 from protocol.histogram import SECONDS, Observations
 from protocol.transfer_counts import SCALES, PathCounts, TransferCounts
+from router.block_index import BlockIndex
 from router.front.generation import GenerationReport
 from router.instructions import Stage
+from router.kv_feed import KVFeeds
 from router.metrics import RouterMetrics
 from router.registry import Worker
 
@@ -74,7 +76,8 @@ def everything() -> tuple[Worker, Worker]:
 
 
 def exported() -> dict[str, Metric]:
-    metrics = RouterMetrics(everything, lambda: 0)
+    index = BlockIndex()
+    metrics = RouterMetrics(everything, lambda: 0, index, KVFeeds(index))
     metrics.ended("finished", "stop")
     metrics.retries.labels("worker_lost").inc()
     numbers = dict.fromkeys(("cached_tokens", "kv_blocks", "kv_bytes"), 0)

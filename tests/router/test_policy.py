@@ -1,16 +1,22 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
+import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from worker_facts import LAYOUT, MODEL, profile, worker
+from worker_facts import LAYOUT, fleet_of, pool, profile, worker
 
 from protocol.errors import NoWorkerAvailable
-from protocol.ids import Peer
+from protocol.ids import Peer, Role
 from protocol.layout import KVLayout
-from router.policy import POLICIES, Demand, Snapshot, mismatch, place
+from router.fleet import Fleet
+from router.forecast import forecast
+from router.pairing import mismatch
+from router.policy import POLICIES, Demand, Snapshot, place
 from router.registry import Worker
 
 OTHER = KVLayout(num_layers=2, kv_heads=4, head_dim=8, block_size=4)
@@ -26,8 +32,23 @@ def pick(
     turn: int = 0,
     outstanding: dict[Peer, int] | None = None,
 ) -> tuple[str, str | None]:
-    placement = place(policy, Snapshot(workers, outstanding or {}, MODEL), Demand(needs_decode, excluded, turn))
-    return placement.prefill.peer.name, None if placement.decode is None else placement.decode.peer.name
+    fleet = fleet_of(workers)
+    for peer, amount in (outstanding or {}).items():
+        row = fleet.row(peer.name)
+        fleet.charge(row, amount * fleet.prefill[row], amount * int(fleet.decode[row]))
+    chosen = place(policy, snapshot_of(fleet), Demand(needs_decode, excluded, turn))
+    names = [None if row is None else fleet.workers[row].peer.name for row in (chosen.prefill, chosen.decode)]  # type: ignore[union-attr]
+    assert names[0] is not None
+    return names[0], names[1]
+
+
+def snapshot_of(
+    fleet: Fleet, *, length: int = 100, cached: dict[str, int] | None = None, now: float = 0.0, slow_start: float = 0.0
+) -> Snapshot:
+    has = np.zeros(len(fleet))
+    for name, tokens in (cached or {}).items():
+        has[fleet.row(name)] = tokens
+    return Snapshot(fleet, forecast(fleet, length, has, now, slow_start))
 
 
 def two_by_two(**load: object) -> list[Worker]:
@@ -161,14 +182,131 @@ def test_a_placement_is_always_able_and_found_when_there_is_one(
         if right.profile.role == "decode" and left.profile.layout.kv_heads == right.profile.layout.kv_heads
     ]
     possible = bool(pairs) if needs_decode else bool(prefill)
-    snapshot, demand = Snapshot(workers, {}, MODEL), Demand(needs_decode, excluded, turn)
+    fleet = fleet_of(workers)
+    snapshot, demand = snapshot_of(fleet), Demand(needs_decode, excluded, turn, session=data.draw(st.text(max_size=3)))
     if not possible:
         with pytest.raises(NoWorkerAvailable):
             place(policy, snapshot, demand)
         return
-    placement = place(policy, snapshot, demand)
+    chosen = place(policy, snapshot, demand)
+    left = fleet.workers[chosen.prefill]
+    assert left is not None
     if needs_decode:
-        assert (placement.prefill, placement.decode) in pairs
+        assert chosen.decode is not None
+        assert (left, fleet.workers[chosen.decode]) in pairs
+        avoidable = [pair for pair in pairs if not {each.peer for each in pair} & excluded]
+        assert not avoidable or not {left.peer, fleet.workers[chosen.decode].peer} & excluded  # type: ignore[union-attr]
     else:
-        assert placement.prefill in prefill
-        assert placement.decode is None
+        assert left in prefill
+        assert chosen.decode is None
+
+
+def paced(name: str, role: Role, *, token: float = 1e-3, **load: object) -> Worker:
+    return worker(name, role, steps=10_000, step_per_token=token, **load)
+
+
+def test_cost_weighs_what_is_cached_against_what_waits() -> None:
+    def chosen(waiting: int) -> str:
+        fleet = fleet_of(
+            [paced("d0", "decode"), paced("p0", "prefill", waiting_tokens=waiting), paced("p1", "prefill")]
+        )
+        choice = place("cost", snapshot_of(fleet, length=100, cached={"p0": 80}), Demand(needs_decode=True))
+        return fleet.workers[choice.prefill].peer.name  # type: ignore[union-attr]
+
+    assert [chosen(waiting) for waiting in (0, 70, 90, 500)] == ["p0", "p0", "p1", "p1"]
+
+
+def test_cost_knows_that_some_are_slower() -> None:
+    workers = [paced("d0", "decode", running=4), paced("d1", "decode", running=1, token=1e-2), paced("p0", "prefill")]
+    assert pick(workers, policy="cost") == ("p0", "d0")
+
+
+def test_cost_sends_the_sequence_where_its_blocks_are_when_the_link_is_slow() -> None:
+    def chosen(seconds: float) -> str:
+        link = {"kv_bytes": 1 << 20, "kv_seconds": seconds}
+        workers = [paced("d0", "decode", running=3, **link), paced("d1", "decode", **link), paced("p0", "prefill")]
+        fleet = fleet_of(workers)
+        choice = place("cost", snapshot_of(fleet, cached={"d0": 100}), Demand(needs_decode=True, output=8))
+        return fleet.workers[choice.decode].peer.name  # type: ignore[index,union-attr]
+
+    assert [chosen(seconds) for seconds in (1e-3, 100.0)] == ["d1", "d0"]
+
+
+def test_cost_leaves_workers_without_room_alone() -> None:
+    full = worker("d0", "decode", step_per_token=1e-3)
+    full = replace(full, load=msgspec.structs.replace(full.load, pool=pool(free=2)))
+    assert pick([full, paced("d1", "decode", running=9), paced("p0", "prefill")], policy="cost") == ("p0", "d1")
+
+
+def test_a_worker_that_has_just_joined_is_filled_slowly() -> None:
+    old = [paced("p0", "prefill", waiting_tokens=300), paced("d0", "decode")]
+    fleet = fleet_of(old)
+    fleet.see([*old, paced("p1", "prefill")], 100.0)
+
+    def chosen(now: float) -> int:
+        fleet.seen[:] = now
+        return place("cost", snapshot_of(fleet, now=now, slow_start=10.0), Demand(needs_decode=True)).prefill
+
+    assert chosen(100.5) == fleet.row("p0"), "a tenth of its speed is trusted, and 300 tokens wait at the other"
+    assert chosen(108.0) == fleet.row("p1")
+
+
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"session_affinity"}))
+@pytest.mark.parametrize("size", [2, 20, 60])
+def test_requests_that_come_at_once_do_not_herd(policy: str, size: int) -> None:
+    workers = [paced(f"{role[0]}{index}", role) for role in ("prefill", "decode") for index in range(size)]  # type: ignore[arg-type]
+    fleet = fleet_of(workers)
+    prefill, decode = Counter[int](), Counter[int]()
+    rounds = 10
+    for turn in range(rounds * size):
+        choice = place(policy, snapshot_of(fleet), Demand(needs_decode=True, turn=turn))
+        assert choice.decode is not None
+        fleet.charge(choice.prefill, 100.0, 0)
+        fleet.charge(choice.decode, 0.0, 1)
+        prefill[choice.prefill] += 1
+        decode[choice.decode] += 1
+    # What is drawn without looking is spread as such draws are; all others nearly evenly.
+    bound = 3.5 * rounds if policy == "random" else 1.8 * rounds if policy == "power_of_two" else 1.2 * rounds
+    if policy == "prefix_aware":
+        bound = rounds * 1.5
+    assert max(prefill.values()) <= bound
+    assert max(decode.values()) <= bound
+
+
+def test_what_was_sent_counts_until_the_next_heartbeat() -> None:
+    workers = [paced("p0", "prefill"), paced("d0", "decode")]
+    fleet = fleet_of(workers)
+    fleet.charge(fleet.row("p0"), 50.0, 0)
+    fleet.see(workers, 0.1)
+    assert fleet.own_tokens[fleet.row("p0")] == 50.0
+    fleet.see([paced("p0", "prefill", waiting_tokens=20), workers[1]], 0.5)
+    assert fleet.own_tokens[fleet.row("p0")] == 0.0
+    assert fleet.waiting[fleet.row("p0")] == 20.0
+
+
+def test_a_session_stays_where_it_is_when_others_join() -> None:
+    def pairs(count: int) -> dict[str, tuple[str, str | None]]:
+        workers = [worker(f"{role[0]}{index}", role) for role in ("prefill", "decode") for index in range(count)]  # type: ignore[arg-type]
+        fleet = fleet_of(workers)
+        found = {}
+        for session in map(str, range(100)):
+            choice = place("session_affinity", snapshot_of(fleet), Demand(needs_decode=True, turn=3, session=session))
+            found[session] = tuple(fleet.workers[row].peer.name for row in (choice.prefill, choice.decode))  # type: ignore[index,union-attr]
+        return found  # type: ignore[return-value]
+
+    before, after = pairs(4), pairs(5)
+    moved = [session for session in before if before[session][0] != after[session][0]]
+    assert all(after[session][0] == "p4" for session in moved), "nobody moves but to the new one"
+    assert 5 <= len(moved) <= 40
+    assert len({pair[0] for pair in before.values()}) == 4
+
+
+def test_prefix_aware_goes_by_the_prefix_until_the_load_is_too_uneven() -> None:
+    def chosen(waiting: int) -> str:
+        fleet = fleet_of(
+            [worker("d0", "decode"), worker("p0", "prefill", waiting_tokens=waiting), worker("p1", "prefill")]
+        )
+        choice = place("prefix_aware", snapshot_of(fleet, cached={"p0": 40}), Demand(needs_decode=True))
+        return fleet.workers[choice.prefill].peer.name  # type: ignore[union-attr]
+
+    assert [chosen(waiting) for waiting in (0, 4000, 5000)] == ["p0", "p0", "p1"]

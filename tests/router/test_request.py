@@ -100,7 +100,6 @@ def test_a_request_goes_through_its_states() -> None:
     assert request.tokens(D0.peer, tokens(4, 2, finish="stop"), 4.0) == [Emit((2,), "stop", Stage.DECODING)]
     assert request.state is RequestState.FINISHED
     assert request.ended
-    assert request.charges() == {}
 
 
 def test_a_request_of_one_token_runs_on_prefill_alone() -> None:
@@ -227,17 +226,6 @@ def test_a_long_wait_for_the_handoff_is_not_silence() -> None:
     request = started()
     request.tokens(P0.peer, tokens(0, 11), 1.0)
     assert request.tick(500.0) == []
-
-
-def test_charges_follow_the_work() -> None:
-    request = started()
-    assert request.charges() == {P0.peer: 3, D0.peer: 1}
-    request.tokens(P0.peer, tokens(0, 11), 1.0)
-    assert request.charges() == {D0.peer: 1}
-    request.worker_lost(D0.peer, "killed", 1.0)
-    assert request.charges() == {}
-    request.placed(OTHER_PAIR, 1.0)
-    assert request.charges() == {P1.peer: 4, D1.peer: 1}
 
 
 def test_the_report_tells_each_stage() -> None:

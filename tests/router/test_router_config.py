@@ -19,6 +19,9 @@ from router.config import RouterConfig
         ("port", 65536),
         ("hub", "http://127.0.0.1:1"),
         ("policy", "best"),
+        ("slow_start", -1.0),
+        ("ttft_target", -0.5),
+        ("explained_requests", -1),
         ("local_prefill", "sometimes"),
         ("local_prefill_tokens", -1),
         ("tool_format", "xml"),
@@ -45,7 +48,7 @@ def test_a_wrong_value_is_named(field: str, value: object) -> None:
 
 def test_the_defaults_are_valid() -> None:
     config = RouterConfig(model="m", tokenizer="t")
-    assert (config.policy, config.max_attempts, config.lease_ttl) == ("least_loaded", 4, 30.0)
+    assert (config.policy, config.max_attempts, config.lease_ttl) == ("cost", 4, 30.0)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "gpu-7.example"])

@@ -9,15 +9,11 @@ from collections.abc import AsyncGenerator, AsyncIterator
 import msgspec
 import pytest
 from scripted_workers import Fleet, ScriptedWorker, fleet_at, greedy, until, whole_text
-from worker_facts import MODEL, worker
+from worker_facts import MODEL
 
 from protocol.errors import InvalidRequest, InvariantViolation, NoWorkerAvailable, Overloaded
-from protocol.ids import Peer, RequestKey
 from router.config import RouterConfig
 from router.front.generation import Generation, Output
-from router.policy import Placement
-from router.request import RequestMachine
-from router.request_limits import RequestLimits
 from router.service import Service
 
 PROMPT = (5, 6, 7)
@@ -128,13 +124,3 @@ async def test_what_cannot_go_together_is_refused_and_nothing_is_left() -> None:
         for generations in (salted, scored):
             with pytest.raises(InvariantViolation), service.together(generations):
                 pass
-
-
-def test_only_the_one_that_carries_the_others_is_charged_for_the_prompt() -> None:
-    placement = Placement(worker("p0", "prefill"), worker("d0", "decode"))
-    for carried, expected in ((False, {Peer("p0", 1): 3, Peer("d0", 1): 1}), (True, {Peer("d0", 1): 1})):
-        machine = RequestMachine("r", copies(1)[0], RequestLimits())
-        machine.submit(0.0)
-        machine.placed(placement, 0.0, carried=carried)
-        assert machine.charges() == expected
-        assert machine.key == RequestKey("r", 0)

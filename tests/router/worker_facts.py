@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from protocol.ids import Peer, Role
 from protocol.layout import KVLayout
 from protocol.messages import Heartbeat, PoolCounts, WorkerLoad, WorkerProfile
 from protocol.transfer_counts import TransferCounts
+from router.fleet import Fleet
 from router.registry import Worker
 
 MODEL = "tiny"
@@ -34,6 +37,12 @@ def profile(
         peer_endpoint="tcp://127.0.0.1:1" if role == "prefill" else "",
         prefills=prefills,
     )
+
+
+def fleet_of(workers: Sequence[Worker], now: float = 0.0) -> Fleet:
+    fleet = Fleet(MODEL)
+    fleet.see(workers, now)
+    return fleet
 
 
 def heartbeat(

@@ -1,0 +1,210 @@
+"""From the keys of blocks to small numbers, for tens of millions of them: open addressing over numpy arrays.
+
+Keys lie in buckets of sixteen, two cache lines each, in the first bucket from their own on that had room; a bucket that
+some key has passed sends searches on. A slot with key 0 was never used; one with value 0 is dead, and free for any key.
+When unused slots run out a new table is made, and each further call moves a part of the old one there, so that no call
+takes long: 12 bytes a slot, at most 38 bytes a key, while both tables are there.
+
+Life cycle of a key: assigned a value other than 0, assigned others, cleared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.uint64]
+Values = NDArray[np.uint32]
+
+BUCKET = 16
+FIRST_BUCKETS = 64
+FEW = 24
+"""Keys up to which the rest of a search is quicker one by one."""
+FILL = 0.8
+"""Share of slots in use at which a new table is made."""
+DENSE = 0.55
+"""Share of slots with a value over which the new table is larger."""
+GROWTH = 1.4
+MIX = np.uint64(0x9E3779B97F4A7C15)
+"""Spreads keys over the buckets however they are chosen; a product keeps its low 64 bits."""
+PACE = 16
+"""Slots moved for each key assigned while there are two tables."""
+
+
+class _Slots:
+    """One table; keys are never 0.
+
+    Attributes:
+        passed: by bucket, whether a key that belongs there, or further up, went to a later one.
+    """
+
+    def __init__(self, buckets: int) -> None:
+        self.buckets = buckets
+        self.keys: Array = np.zeros((buckets, BUCKET), dtype=np.uint64)
+        self.values: Values = np.zeros((buckets, BUCKET), dtype=np.uint32)
+        self.passed: NDArray[np.bool_] = np.zeros(buckets, dtype=bool)
+        self.flat_keys = self.keys.reshape(-1)
+        self.flat_values = self.values.reshape(-1)
+        self._view = self.flat_keys.data
+        self.used = 0
+
+    @property
+    def size(self) -> int:
+        return self.buckets * BUCKET
+
+    def home(self, keys: Array) -> NDArray[np.int64]:
+        mixed = keys * MIX >> np.uint64(32)
+        return (mixed * np.uint64(self.buckets) >> np.uint64(32)).astype(np.int64)
+
+    def locate(self, keys: Array) -> tuple[NDArray[np.int64], bool]:
+        """The slot of each key, -1 where there is none, and whether there is any such."""
+        bucket = self.home(keys)
+        hits = np.flatnonzero(self.keys[bucket] == keys[:, None])
+        slots: NDArray[np.int64] = bucket * BUCKET
+        if hits.size == keys.size:
+            slots += hits % BUCKET
+            return slots, False
+        found = hits // BUCKET
+        lacking = np.ones(keys.size, dtype=bool)
+        lacking[found] = False
+        slots[found] += hits % BUCKET
+        slots[lacking] = -1
+        pending = np.flatnonzero(lacking & self.passed[bucket])
+        if pending.size <= FEW:
+            for index in pending.tolist():
+                slots[index] = self._further(int(keys[index]), int(bucket[index]))
+            return slots, True
+        bucket = bucket[pending]
+        while pending.size:
+            bucket = (bucket + 1) % self.buckets
+            hits = np.flatnonzero(self.keys[bucket] == keys[pending, None])
+            found = hits // BUCKET
+            slots[pending[found]] = bucket[found] * BUCKET + hits % BUCKET
+            further = self.passed[bucket]
+            further[found] = False
+            pending, bucket = pending[further], bucket[further]
+        return slots, True
+
+    def _further(self, key: int, bucket: int) -> int:
+        """The slot of a key that is not in the bucket it belongs to, -1 where there is none."""
+        while self.passed[bucket]:
+            bucket = (bucket + 1) % self.buckets
+            keys = self._view[bucket * BUCKET : (bucket + 1) * BUCKET].tolist()
+            if key in keys:
+                return bucket * BUCKET + keys.index(key)
+        return -1
+
+    def insert(self, keys: Array, values: Values) -> None:
+        """Put in keys that are not there, each once."""
+        pending, bucket = np.arange(len(keys)), self.home(keys)
+        while pending.size:
+            free = self.values[bucket] == 0
+            room = free.any(axis=1)
+            slots = (bucket * BUCKET + free.argmax(axis=1))[room]
+            wanting = pending[room]
+            unused = self.flat_keys[slots] == 0
+            # Several may want one slot: who is written last has it, and the others look again.
+            self.flat_keys[slots] = keys[wanting]
+            won = self.flat_keys[slots] == keys[wanting]
+            self.flat_values[slots[won]] = values[wanting[won]]
+            self.used += int((unused & won).sum())
+            left = np.ones(len(pending), dtype=bool)
+            left[np.flatnonzero(room)[won]] = False
+            self.passed[bucket[~room]] = True
+            bucket = np.where(room, bucket, (bucket + 1) % self.buckets)[left]
+            pending = pending[left]
+
+
+class BlockTable:
+    """A map from keys to numbers over 0.
+
+    Args:
+        worth: which of some values are to be kept when a table is moved; each of the others is dropped once.
+    """
+
+    def __init__(self, worth: Callable[[Values], NDArray[np.bool_]]) -> None:
+        self._worth = worth
+        self._slots = _Slots(FIRST_BUCKETS)
+        self._old: _Slots | None = None
+        self._moved = 0
+        self._live = 0
+
+    def __len__(self) -> int:
+        return self._live
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the tables."""
+        tables = [self._slots, *([self._old] if self._old is not None else [])]
+        return sum(table.keys.nbytes + table.values.nbytes + table.passed.nbytes for table in tables)
+
+    def find(self, keys: Array) -> Values:
+        """The value of each key, 0 where it has none; keys are over 0."""
+        found = _look(self._slots, keys)
+        if self._old is not None:
+            absent = np.flatnonzero(found == 0)
+            found[absent] = _look(self._old, keys[absent])
+        return found
+
+    def assign(self, keys: Array, values: Values) -> None:
+        """Give each key, named once, a new value; 0 clears it. :meth:`make_room` was called for as many before."""
+        slots, _ = self._slots.locate(keys)
+        here = slots >= 0
+        before = self._slots.flat_values[slots[here]]
+        self._slots.flat_values[slots[here]] = values[here]
+        self._live += int(np.count_nonzero(values[here])) - int(np.count_nonzero(before))
+        keys, values = keys[~here], values[~here]
+        if self._old is not None and keys.size:
+            slots, _ = self._old.locate(keys)
+            slots = slots[slots >= 0]
+            self._live -= int(np.count_nonzero(self._old.flat_values[slots]))
+            self._old.flat_values[slots] = 0
+        wanted = values != 0
+        self._slots.insert(keys[wanted], values[wanted])
+        self._live += int(wanted.sum())
+
+    def make_room(self, coming: int, worth: int) -> None:
+        """Before ``coming`` keys are assigned: go on moving, and begin with a new table where this one gets full.
+
+        Args:
+            coming: keys that are about to be assigned values, at most.
+            worth: how many values are to be kept of those there are.
+        """
+        self._move(PACE * coming)
+        needed = self._slots.used + coming
+        if needed <= FILL * self._slots.size:
+            return
+        # Only a call with more keys than a table has slots gets here while an old table is still there.
+        self._move(None)
+        live = worth + coming
+        size = self._slots.size
+        if live > DENSE * size:
+            size = int(max(GROWTH * size, live / DENSE))
+        self._old, self._slots, self._moved = self._slots, _Slots(-(-size // BUCKET)), 0
+
+    def _move(self, slots: int | None) -> None:
+        """Move the next ``slots`` slots of the old table, or all that are left."""
+        old = self._old
+        if old is None:
+            return
+        stop = old.size if slots is None else min(old.size, self._moved + slots)
+        values = old.flat_values[self._moved : stop]
+        there = np.flatnonzero(values)
+        kept = there[self._worth(values[there])]
+        self._live -= len(there) - len(kept)
+        self._slots.insert(old.flat_keys[self._moved : stop][kept], values[kept])
+        # Not to be found twice, now that they are in the new table.
+        values[:] = 0
+        self._moved = stop
+        if stop == old.size:
+            self._old = None
+
+
+def _look(table: _Slots, keys: Array) -> Values:
+    slots, some_lack = table.locate(keys)
+    found = table.flat_values[slots]
+    if some_lack:
+        found[slots < 0] = 0
+    return found

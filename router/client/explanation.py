@@ -1,0 +1,69 @@
+"""What the router says of where a request went, and why."""
+
+from __future__ import annotations
+
+import msgspec
+
+from protocol.errors import MalformedFrame
+
+
+class Times(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one placement, in seconds; None where there is none, or it is not known yet.
+
+    Attributes:
+        ttft_s: placement to first token.
+        tpot_s: between two output tokens after the first.
+        transfer_s: for the blocks to cross that decode had not; only predicted.
+        cached_tokens: prompt tokens that prefill was known to have; only predicted.
+    """
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    transfer_s: float | None = None
+    cached_tokens: int | None = None
+
+
+class Placed(msgspec.Struct, frozen=True, kw_only=True):
+    """One placement of one generation.
+
+    Attributes:
+        request: the router's id of the generation.
+        attempt: 0 for the first.
+        policy: that chose.
+        prompt_tokens: of the attempt.
+        local_prefill: why the decode worker prefills; "" where a prefill worker does.
+        prefill, decode: names of the workers.
+        predicted, measured: times.
+        prefill_candidates, decode_candidates: of each worker that was looked at its name and what it was judged by.
+    """
+
+    request: str
+    attempt: int
+    policy: str
+    prompt_tokens: int
+    local_prefill: str = ""
+    prefill: str
+    decode: str | None = None
+    predicted: Times = Times()
+    measured: Times = Times()
+    prefill_candidates: tuple[dict[str, str | float], ...] = ()
+    decode_candidates: tuple[dict[str, str | float], ...] = ()
+
+
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+    """Each placement of a client's request, in order."""
+
+    request: str
+    decisions: tuple[Placed, ...]
+
+
+def explanation_of(body: bytes) -> Explanation:
+    """What ``/explain/`` says.
+
+    Raises:
+        MalformedFrame: it is something else.
+    """
+    try:
+        return msgspec.json.decode(body, type=Explanation)
+    except msgspec.MsgspecError as error:
+        raise MalformedFrame(f"the router's explanation cannot be read: {error}") from error

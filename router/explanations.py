@@ -1,0 +1,137 @@
+"""Why requests went where they went: each decision with its candidates, and what came of it, for the last requests.
+
+Life cycle of a decision: made with the predictions, told of the measured times as they come, dropped when enough
+further requests have come.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.ids import Peer
+from router.fleet import Floats
+
+SMALL = 64
+"""Rows of a fleet up to which a decision keeps whole columns."""
+PREFILL_FIELDS = ("queue_tokens", "uncached_tokens", "ttft_s", "wait_s", "speed", "cost")
+DECODE_FIELDS = ("running", "missing_tokens", "transfer_s", "tpot_s", "wait_s", "speed", "cost")
+
+
+class Candidates:
+    """Workers of one role that were looked at.
+
+    Args:
+        names: of them.
+        rows: theirs in the columns.
+        fields: names of the columns; the last is the cost.
+        columns: of numbers, which nobody changes afterwards.
+    """
+
+    __slots__ = ("_columns", "_fields", "_names", "_rows")
+
+    def __init__(
+        self, names: Sequence[str], rows: NDArray[np.int64], fields: Sequence[str], columns: Sequence[Floats]
+    ) -> None:
+        self._names = names
+        self._fields = fields
+        # Of a large fleet only what is told of is kept; of a small one that would take longer than it is worth.
+        small = len(columns[0]) <= SMALL
+        self._rows = rows if small else np.arange(len(rows))
+        self._columns = columns if small else [column[rows] for column in columns]
+
+    def told(self) -> list[dict[str, Any]]:
+        """A mapping for each worker, the cheapest first."""
+        table = np.round([column[self._rows] for column in self._columns], 6)
+        workers = [
+            {"worker": name, **dict(zip(self._fields, numbers.tolist(), strict=True))}
+            for name, numbers in zip(self._names, table.T, strict=True)
+        ]
+        return sorted(workers, key=itemgetter(self._fields[-1]))
+
+
+@dataclass(slots=True)
+class Decision:
+    """One placement.
+
+    Attributes:
+        request_id, attempt: of which attempt.
+        at: when (monotonic seconds).
+        local_prefill: why the decode worker prefills; "" where a prefill worker does.
+        prefill, decode: the chosen incarnations.
+        predicted_ttft, predicted_tpot, predicted_transfer: in seconds; no decode, no output after the first token.
+        measured_ttft, measured_tpot: from ``at`` on; None until they are known.
+    """
+
+    request_id: str
+    attempt: int
+    policy: str
+    at: float
+    prompt_tokens: int
+    cached_tokens: int
+    local_prefill: str
+    prefill: Peer
+    decode: Peer | None
+    predicted_ttft: float
+    predicted_tpot: float | None
+    predicted_transfer: float | None
+    prefill_candidates: Candidates
+    decode_candidates: Candidates | None
+    measured_ttft: float | None = None
+    measured_tpot: float | None = None
+
+    def told(self) -> dict[str, Any]:
+        """Ready for JSON; holds no address."""
+        decode = self.decode_candidates
+        return {
+            "request": self.request_id,
+            "attempt": self.attempt,
+            "policy": self.policy,
+            "prompt_tokens": self.prompt_tokens,
+            "local_prefill": self.local_prefill,
+            "prefill": self.prefill.name,
+            "decode": None if self.decode is None else self.decode.name,
+            "predicted": {
+                "cached_tokens": self.cached_tokens,
+                "ttft_s": _rounded(self.predicted_ttft),
+                "tpot_s": _rounded(self.predicted_tpot),
+                "transfer_s": _rounded(self.predicted_transfer),
+            },
+            "measured": {"ttft_s": _rounded(self.measured_ttft), "tpot_s": _rounded(self.measured_tpot)},
+            "prefill_candidates": self.prefill_candidates.told(),
+            "decode_candidates": [] if decode is None else decode.told(),
+        }
+
+
+class Explanations:
+    """Decisions by the name that clients know their request by.
+
+    Args:
+        kept: requests at most.
+    """
+
+    def __init__(self, kept: int) -> None:
+        self._kept = kept
+        self._decisions: OrderedDict[str, list[Decision]] = OrderedDict()
+
+    def keep(self, name: str, decision: Decision) -> None:
+        """Note a decision of the request ``name``, of which there may be several."""
+        if not self._kept:
+            return
+        self._decisions.setdefault(name, []).append(decision)
+        if len(self._decisions) > self._kept:
+            self._decisions.popitem(last=False)
+
+    def find(self, name: str) -> list[Decision]:
+        """All decisions of a request, in order; none when it is not known (any more)."""
+        return self._decisions.get(name, [])
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)

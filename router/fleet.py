@@ -1,0 +1,222 @@
+"""All workers as columns of numbers, a row for each name: what placement reckons with, kept between requests.
+
+Life cycle of a row: allotted to a name when it is first seen, refreshed when its worker has beaten, charged with what
+this router sends there until the next heartbeat shows it, freed when the name is forgotten.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.ids import Peer, Role
+from router.registry import Worker
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+Rows = NDArray[np.int64]
+
+FIRST_ROWS = 32
+PREFILL_PER_TOKEN, DECODE_FIXED = 2e-4, 2e-2
+"""Seconds that are assumed where nobody of a role has measured any."""
+STEP_TOKENS = 512
+"""Tokens that a step is taken to have room for where a worker does not tell."""
+SHORTEST = 1e-9
+"""Seconds that a token takes at least."""
+TRUSTED_STEPS = 100
+"""Steps after which a worker's own measurement counts as much as that of its role."""
+LINK = 1e9
+"""Bytes per second that are assumed where no block has crossed yet."""
+_COLUMNS = (
+    "waiting",
+    "running",
+    "room",
+    "block_size",
+    "fixed",
+    "per_token",
+    "in_full_steps",
+    "crossing",
+    "joined",
+    "seen",
+    "own_tokens",
+    "own_sequences",
+    "correction",
+)
+
+
+class Fleet:
+    """The columns; all of one length, and what belongs to rows that are free is never looked at.
+
+    Attributes:
+        workers: by row, None where it is free.
+        prefill, decode: which rows take new work of that kind.
+        prefills: which of them are decode workers that compute prompts beside it.
+        waiting, running: prompt tokens, and sequences, that the last heartbeat had.
+        room: tokens of the blocks that could be given out.
+        block_size: of the layout.
+        fixed, per_token: seconds of a step, and of each token in it.
+        in_full_steps: seconds of a token where there are many: the fixed part comes once for each step.
+        crossing: seconds that a token's blocks take over its link.
+        joined: when this incarnation was first seen; long ago for those that came with the first.
+        seen: when it last beat.
+        own_tokens, own_sequences: sent there by this router since then.
+        correction: what measured times come to, by the predicted ones.
+        seeds: of draws, by the workers' names.
+        newest: the last time at which one joined.
+    """
+
+    waiting: Floats
+    running: Floats
+    room: Floats
+    block_size: Floats
+    fixed: Floats
+    per_token: Floats
+    in_full_steps: Floats
+    crossing: Floats
+    joined: Floats
+    seen: Floats
+    own_tokens: Floats
+    own_sequences: Floats
+    correction: Floats
+
+    def __init__(self, model: str, slow_start: float = 0.0) -> None:
+        self._model = model
+        self._slow_start = slow_start
+        self._begun: float | None = None
+        self.newest = -np.inf
+        self.workers: list[Worker | None] = []
+        self._rows: dict[str, int] = {}
+        self.prefill: Bools = np.zeros(FIRST_ROWS, dtype=bool)
+        self.decode: Bools = np.zeros(FIRST_ROWS, dtype=bool)
+        self.prefills: Bools = np.zeros(FIRST_ROWS, dtype=bool)
+        self.seeds = np.zeros(FIRST_ROWS, dtype=np.uint64)
+        # Rows that are free are reckoned with like all others, to no effect: 1 divides by nothing wrong.
+        for name in _COLUMNS:
+            setattr(self, name, np.ones(FIRST_ROWS))
+        self._sizes: dict[int, int] | None = None
+        self._able: dict[str, Rows] = {}
+        self._typical: dict[str, tuple[float, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self.prefill)
+
+    def row(self, name: str) -> int:
+        """The row of a worker that was seen."""
+        return self._rows[name]
+
+    def find(self, peer: Peer) -> int | None:
+        """The row of exactly this incarnation."""
+        row = self._rows.get(peer.name)
+        worker = None if row is None else self.workers[row]
+        return row if worker is not None and worker.peer == peer else None
+
+    def able(self, role: Role) -> Rows:
+        """Rows of that role that take work, in order."""
+        rows = self._able.get(role)
+        if rows is None:
+            rows = self._able[role] = np.flatnonzero(self.prefill if role == "prefill" else self.decode)
+        return rows
+
+    def block_sizes(self) -> dict[int, int]:
+        """Bits of the rows that take work, by their block size."""
+        if self._sizes is None:
+            self._sizes = {}
+            for row in np.flatnonzero(self.prefill | self.decode).tolist():
+                size = int(self.block_size[row])
+                self._sizes[size] = self._sizes.get(size, 0) | 1 << row
+        return self._sizes
+
+    def see(self, workers: Sequence[Worker], now: float) -> list[str]:
+        """Take in all known workers; returns the names that are not known any more."""
+        rows, known = self._rows, self.workers
+        if self._begun is None and workers:
+            self._begun = now
+        for worker in workers:
+            row = rows.get(worker.peer.name)
+            if row is None:
+                row = self._allot(worker.peer.name)
+            if known[row] is not worker:
+                self._refresh(row, worker, now)
+        if len(rows) == len(workers):
+            return []
+        gone = [*rows.keys() - {worker.peer.name for worker in workers}]
+        for name in gone:
+            row = rows.pop(name)
+            known[row] = None
+            self._changed()
+            self.prefill[row] = self.decode[row] = False
+        return gone
+
+    def charge(self, row: int, tokens: float, sequences: int) -> None:
+        """This router has just sent work there."""
+        self.own_tokens[row] += tokens
+        self.own_sequences[row] += sequences
+
+    def _allot(self, name: str) -> int:
+        row = next((row for row, worker in enumerate(self.workers) if worker is None), len(self.workers))
+        if row == len(self.workers):
+            self.workers.append(None)
+        if row >= len(self):
+            for column in (*_COLUMNS, "seeds"):
+                before = getattr(self, column)
+                setattr(self, column, np.concatenate((before, np.ones_like(before))))
+            nobody = np.zeros(len(self), dtype=bool)
+            self.prefill = np.concatenate((self.prefill, nobody))
+            self.decode = np.concatenate((self.decode, nobody))
+            self.prefills = np.concatenate((self.prefills, nobody))
+        self._rows[name] = row
+        self.correction[row] = self.in_full_steps[row] = self.block_size[row] = 1.0
+        self.seeds[row] = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+        return row
+
+    def _refresh(self, row: int, worker: Worker, now: float) -> None:
+        before, load, profile = self.workers[row], worker.load, worker.profile
+        if before is None or before.peer != worker.peer:
+            # When all come at once none is newer than the others.
+            first = self._begun is None or now - self._begun <= self._slow_start
+            self.joined[row], self.correction[row] = -np.inf if first else now, 1.0
+            self.newest = max(self.newest, self.joined[row])
+        if before is None or before.load is not load:
+            self.own_tokens[row] = self.own_sequences[row] = 0.0
+        self.workers[row] = worker
+        able = worker.accepts_work and profile.model == self._model
+        if able != (self.prefill[row] or self.decode[row]) or before is None or before.profile is not profile:
+            self._changed()
+        self.prefill[row] = able and profile.role == "prefill"
+        self.decode[row] = able and profile.role == "decode"
+        self.prefills[row] = profile.prefills
+        self.waiting[row] = load.waiting_tokens
+        self.running[row] = load.running + load.waiting
+        size = profile.layout.block_size
+        self.room[row] = (load.pool.free + load.pool.cached) * size
+        self.block_size[row] = size
+        link = load.kv_bytes / load.kv_seconds if load.kv_seconds > 0 and load.kv_bytes else LINK
+        self.crossing[row] = profile.layout.block_bytes / size / link
+        self.seen[row] = worker.last_seen
+        fixed, per_token = self._pace(worker)
+        self.fixed[row], self.per_token[row] = fixed, per_token
+        self.in_full_steps[row] = max(SHORTEST, per_token + fixed / (profile.step_tokens or STEP_TOKENS))
+
+    def _changed(self) -> None:
+        self._sizes = None
+        self._able.clear()
+
+    def _pace(self, worker: Worker) -> tuple[float, float]:
+        """Measured by the worker; the fewer its steps, the more it is taken for one of the others of its role."""
+        role, load = worker.profile.role, worker.load
+        typical = self._typical.get(role)
+        if not load.step_fixed and not load.step_per_token:
+            assumed = (0.0, PREFILL_PER_TOKEN) if role == "prefill" else (DECODE_FIXED, DECODE_FIXED / 20)
+            return assumed if typical is None else typical
+        own = load.step_fixed, load.step_per_token
+        if typical is None:
+            typical = own
+        self._typical[role] = _mixed(typical, own, 0.1)
+        return _mixed(typical, own, load.steps / (load.steps + TRUSTED_STEPS))
+
+
+def _mixed(here: tuple[float, float], there: tuple[float, float], weight: float) -> tuple[float, float]:
+    return here[0] + weight * (there[0] - here[0]), here[1] + weight * (there[1] - here[1])

@@ -1,0 +1,34 @@
+"""Which prefill and decode workers can serve a request together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from protocol.messages import WorkerProfile
+from router.registry import Worker
+
+
+def mismatch(prefill: WorkerProfile, decode: WorkerProfile) -> str | None:
+    """Why the two cannot serve one request together, naming both values; None when they can."""
+    if prefill.model != decode.model:
+        return f"model: {prefill.model!r} here, {decode.model!r} there"
+    if prefill.vocab_size != decode.vocab_size:
+        return f"vocab_size: {prefill.vocab_size} here, {decode.vocab_size} there"
+    fatal = prefill.layout.geometry_differences(decode.layout)
+    if fatal:
+        return "; ".join(fatal)
+    return None if prefill.peer_endpoint else "prefill announces no endpoint for other workers"
+
+
+def complaints(joined: Worker, workers: Iterable[Worker], model: str) -> Iterator[str]:
+    """What is wrong with a worker that has just joined: its model, or each other that it cannot be paired with."""
+    if joined.profile.model != model:
+        yield f"worker {joined.peer} serves {joined.profile.model!r}, not {model!r}: not used"
+        return
+    for other in workers:
+        if not other.live or other.profile.role == joined.profile.role:
+            continue
+        prefill, decode = (joined, other) if joined.profile.role == "prefill" else (other, joined)
+        reason = mismatch(prefill.profile, decode.profile)
+        if reason is not None:
+            yield f"workers {prefill.peer} and {decode.peer} cannot be paired: {reason}"

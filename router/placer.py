@@ -1,0 +1,179 @@
+"""Places attempts on workers, with all that this takes: the fleet, the index of their caches, and what came of it.
+
+No I/O: messages to workers are returned. One for each router, for its whole life.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from protocol.errors import TargetOutOfReach
+from protocol.ids import Peer, RequestKey
+from protocol.kv_events import KVEvents, KVFollow, KVSnapshot
+from router.block_index import BlockIndex
+from router.explanations import DECODE_FIELDS, PREFILL_FIELDS, Candidates, Decision, Explanations
+from router.fleet import Fleet, Floats, Rows
+from router.forecast import forecast
+from router.kv_feed import KVFeeds
+from router.local_prefill import LocalPrefillRule, decide
+from router.policy import Choice, Demand, Placement, Snapshot
+from router.prompt_chain import PromptChains
+from router.registry import Worker, WorkerRegistry
+
+GAIN = 0.1
+"""Weight of each measured time in a worker's correction."""
+LARGEST_CORRECTION = 8.0
+LEAST_TOKENS = 4
+"""Output tokens from which on a pace is measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacerConfig:
+    """Settings; see ``RouterConfig`` for each."""
+
+    model: str
+    policy: str
+    local_prefill: LocalPrefillRule = field(default_factory=LocalPrefillRule)
+    slow_start: float = 10.0
+    explained_requests: int = 1024
+
+
+class Placer:
+    """Chooses workers.
+
+    Args:
+        config: settings.
+        registry: of the workers.
+
+    Attributes:
+        index: of the workers' prefix caches.
+        feeds: that keep it.
+        explanations: of the last decisions.
+    """
+
+    def __init__(self, config: PlacerConfig, registry: WorkerRegistry) -> None:
+        self.index = BlockIndex()
+        self.feeds = KVFeeds(self.index)
+        self.explanations = Explanations(config.explained_requests)
+        self._config = config
+        self._registry = registry
+        self._fleet = Fleet(config.model, config.slow_start)
+
+    def heartbeat(self, peer: Peer, kv_sequence: int, now: float) -> KVFollow | None:
+        """A worker has beaten; returns what it is to be sent."""
+        self._see(now)
+        row = self._fleet.find(peer)
+        return None if row is None else self.feeds.heartbeat(peer, row, kv_sequence, now)
+
+    def told(self, peer: Peer, message: KVEvents | KVSnapshot, now: float) -> KVFollow | None:
+        """A worker has told of its prefix cache; returns what it is to be sent."""
+        if isinstance(message, KVEvents):
+            return self.feeds.events(peer, message, now)
+        return self.feeds.snapshot(peer, message, now)
+
+    def look(self, chains: PromptChains, demand: Demand, now: float) -> tuple[Snapshot, Choice]:
+        """The best pair for a prompt, and what it was chosen from; nothing is changed by it.
+
+        Raises:
+            NoWorkerAvailable: there is none; says which role is missing.
+        """
+        self._see(now)
+        length = len(chains.token_ids)
+        told = forecast(self._fleet, length, self._cached(chains), now, self._config.slow_start)
+        snapshot = Snapshot(self._fleet, told)
+        return snapshot, decide(self._config.policy, snapshot, demand, self._config.local_prefill)
+
+    def place(self, chains: PromptChains, demand: Demand, key: RequestKey, now: float) -> tuple[Placement, Decision]:
+        """As :meth:`look`, and reckon with the work from now on.
+
+        Raises:
+            NoWorkerAvailable: there is none; says which role is missing.
+            TargetOutOfReach: there is, but none is predicted to give the first token in time.
+        """
+        snapshot, choice = self.look(chains, demand, now)
+        fleet, told = self._fleet, snapshot.forecast
+        if demand.ttft_target and not choice.local:
+            rows = fleet.able("prefill")
+            soonest = float((told.ttft + told.wait)[rows].min())
+            if soonest > demand.ttft_target:
+                raise TargetOutOfReach(
+                    f"the first token is predicted in {soonest:.3g} s, and wanted within {demand.ttft_target:g} s",
+                    soonest - demand.ttft_target,
+                )
+        prefill, decode = fleet.workers[choice.prefill], None
+        assert prefill is not None, "it takes work"
+        decode_candidates = None
+        if choice.decode is not None and choice.decode_candidates is not None:
+            decode = fleet.workers[choice.decode]
+            judged_by = (
+                fleet.running + fleet.own_sequences,
+                told.missing,
+                told.transfer,
+                told.tpot,
+                told.wait,
+                told.speed,
+                choice.ranking.decode,
+            )
+            decode_candidates = self._candidates(choice.decode_candidates, DECODE_FIELDS, judged_by)
+        columns = (told.queue, told.uncached, told.ttft, told.wait, told.speed, choice.ranking.prefill)
+        decision = Decision(
+            request_id=key.request_id,
+            attempt=key.attempt,
+            policy=self._config.policy,
+            at=now,
+            prompt_tokens=len(chains.token_ids),
+            cached_tokens=len(chains.token_ids) - int(told.uncached[choice.prefill]),
+            local_prefill=choice.local,
+            prefill=prefill.peer,
+            decode=None if decode is None else decode.peer,
+            predicted_ttft=float(told.ttft[choice.prefill]),
+            predicted_tpot=None if choice.decode is None else float(told.tpot[choice.decode]),
+            predicted_transfer=None if choice.decode is None else float(told.transfer[choice.decode]),
+            prefill_candidates=self._candidates(choice.prefill_candidates, PREFILL_FIELDS, columns),
+            decode_candidates=decode_candidates,
+        )
+        fleet.charge(choice.prefill, float(told.uncached[choice.prefill]), 0)
+        if choice.decode is not None:
+            fleet.charge(choice.decode, 0.0, demand.sequences)
+        return Placement(prefill, decode, choice.local), decision
+
+    def first_token(self, decision: Decision, now: float) -> float:
+        """The first token of an attempt came; returns how far the prediction was off, in seconds."""
+        decision.measured_ttft = now - decision.at
+        if not decision.local_prefill:  # a decode worker's correction is that of its other steps
+            self._correct(decision.prefill, decision.predicted_ttft, decision.measured_ttft)
+        return abs(decision.measured_ttft - decision.predicted_ttft)
+
+    def ended(self, decision: Decision, tokens: int, seconds: float) -> None:
+        """An attempt has ended, ``seconds`` after its first of ``tokens`` tokens."""
+        if tokens < LEAST_TOKENS or decision.decode is None or decision.predicted_tpot is None:
+            return
+        decision.measured_tpot = seconds / (tokens - 1)
+        self._correct(decision.decode, decision.predicted_tpot, decision.measured_tpot)
+
+    def _correct(self, peer: Peer, predicted: float, measured: float) -> None:
+        row = self._fleet.find(peer)
+        if row is None or predicted <= 0 or measured <= 0:
+            return
+        corrected = self._fleet.correction[row] * (measured / predicted) ** GAIN
+        self._fleet.correction[row] = min(max(corrected, 1 / LARGEST_CORRECTION), LARGEST_CORRECTION)
+
+    def _see(self, now: float) -> None:
+        workers: tuple[Worker, ...] = self._registry.workers()
+        for name in self._fleet.see(workers, now):
+            self.feeds.forget(name)
+
+    def _cached(self, chains: PromptChains) -> Floats:
+        """Tokens of the prompt that each worker has."""
+        cached = np.zeros(len(self._fleet))
+        if self.index.blocks and chains.token_ids:
+            for size, rows in self._fleet.block_sizes().items():
+                cached += self.index.depths(chains.of(size).pieces(), rows, len(self._fleet)) * size
+        return cached
+
+    def _candidates(self, rows: Rows, fields: tuple[str, ...], columns: tuple[Floats, ...]) -> Candidates:
+        workers = self._fleet.workers
+        names = [worker.peer.name for row in rows.tolist() if (worker := workers[row]) is not None]
+        return Candidates(names, rows, fields, columns)

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import pytest
+
+from engine.step_pace import StepPace
+
+
+def paced(*steps: tuple[int, float]) -> StepPace:
+    pace = StepPace()
+    for tokens, seconds in steps:
+        pace.add(tokens, seconds)
+    return pace
+
+
+def test_a_line_is_found_through_steps_of_several_sizes() -> None:
+    pace = paced(*((tokens, 0.02 + 0.0003 * tokens) for tokens in (8, 512, 64, 200, 512, 8) * 5))
+    assert (pace.fixed, pace.per_token) == (pytest.approx(0.02), pytest.approx(0.0003))
+
+
+def test_what_is_alike_is_halved_and_nothing_is_negative() -> None:
+    assert (paced().fixed, paced().per_token) == (0.0, 0.0)
+    alike = paced(*[(4, 0.2)] * 9)
+    assert (alike.fixed, alike.per_token) == (pytest.approx(0.1), pytest.approx(0.025))
+    falling = paced((10, 1.0), (20, 0.5), (30, 0.1))
+    assert falling.per_token == 0.0
+    assert falling.fixed == pytest.approx(0.5, rel=0.1)
+    through_nothing = paced((10, 0.1), (100, 9.0))
+    assert through_nothing.fixed == 0.0
+
+
+def test_old_steps_are_forgotten() -> None:
+    pace = paced(*[(10, 1.0), (20, 2.0)] * 50, *[(10, 0.1), (20, 0.2)] * 300)
+    assert pace.per_token == pytest.approx(0.01, rel=0.01)

@@ -1,0 +1,113 @@
+"""The index against a dictionary of sets, whatever comes in whatever order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from router.block_index import BlockIndex
+from router.block_table import BlockTable
+
+ROWS = 24
+# Keys whose homes are all in one bucket, and such that are far apart.
+KEYS = [*range(40), *((index << 58) + 7 for index in range(60))]
+
+
+def keys(*wanted: int) -> np.ndarray:
+    return np.array(wanted, dtype=np.uint64)
+
+
+class IndexModel(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = BlockIndex()
+        self.model: dict[int, set[int]] = {}
+
+    @rule(row=st.integers(0, ROWS - 1), wanted=st.lists(st.sampled_from(KEYS), max_size=30))
+    def store(self, row: int, wanted: list[int]) -> None:
+        self.index.store(row, keys(*wanted))
+        for key in wanted:
+            self.model.setdefault(max(key, 1), set()).add(row)
+
+    @rule(row=st.integers(0, ROWS - 1), wanted=st.lists(st.sampled_from(KEYS), max_size=30))
+    def remove(self, row: int, wanted: list[int]) -> None:
+        self.index.remove(row, keys(*wanted))
+        for key in wanted:
+            self.model.get(max(key, 1), set()).discard(row)
+
+    @rule(row=st.integers(0, ROWS - 1))
+    def drop(self, row: int) -> None:
+        self.index.drop(row)
+        for rows in self.model.values():
+            rows.discard(row)
+
+    @rule(count=st.integers(100, 1500), row=st.integers(0, ROWS - 1))
+    def crowd(self, count: int, row: int) -> None:
+        """So many at once that tables are moved."""
+        wanted = (np.arange(count, dtype=np.uint64) + np.uint64(1000)) * np.uint64(0x9E3779B97F4A7C15)
+        self.index.store(row, wanted)
+        self.index.remove(row, wanted)
+
+    @rule(chain=st.lists(st.sampled_from(KEYS), max_size=12), among=st.integers(0, (1 << ROWS) - 1))
+    def depths(self, chain: list[int], among: int) -> None:
+        known = np.maximum(keys(*chain), 1)
+        found = self.index.depths([known[:5], known[5:]], among, ROWS)
+        for row in range(ROWS):
+            depth = 0
+            while among >> row & 1 and depth < len(chain) and row in self.model.get(max(chain[depth], 1), ()):
+                depth += 1
+            assert found[row] == depth
+
+    @invariant()
+    def counts(self) -> None:
+        assert self.index.holdings == sum(map(len, self.model.values()))
+        assert self.index.blocks == sum(bool(rows) for rows in self.model.values())
+
+
+TestIndex = IndexModel.TestCase
+TestIndex.settings = settings(max_examples=12, stateful_step_count=25, deadline=None)
+
+
+def test_a_table_that_grows_step_by_step_loses_nothing() -> None:
+    table = BlockTable(lambda values: np.ones(len(values), dtype=bool))
+    rng = np.random.default_rng(3)
+    model: dict[int, int] = {}
+    for _ in range(120):
+        fresh = np.unique(rng.integers(1, 1 << 63, 100, dtype=np.uint64))
+        values = rng.integers(1, 1 << 31, len(fresh)).astype(np.uint32)
+        gone = np.array(list(model)[:: len(model) // 40 + 1] if len(model) > 4000 else [], dtype=np.uint64)
+        for each, numbers in ((fresh, values), (gone, np.zeros(len(gone), dtype=np.uint32))):
+            table.make_room(len(each), len(model))
+            table.assign(each, numbers)
+        model.update(zip(fresh.tolist(), values.tolist(), strict=True))
+        for key in gone.tolist():
+            del model[key]
+    assert len(table) == len(model)
+    assert table.find(np.array(list(model), dtype=np.uint64)).tolist() == list(model.values())
+    assert not table.find(rng.integers(1, 1 << 63, 500, dtype=np.uint64)).any()
+
+
+@pytest.mark.parametrize("holders", [1, 2])
+def test_a_block_takes_forty_bytes_at_most(holders: int) -> None:
+    index = BlockIndex()
+    rng = np.random.default_rng(1)
+    worst = 0.0
+    for prompt in range(600):
+        chain = rng.integers(1, 1 << 64, 64, dtype=np.uint64)
+        for holder in range(holders):
+            index.store((prompt * 7 + holder * 501) % 1000, chain)
+        if prompt > 100 and prompt % 8 == 0:
+            worst = max(worst, index.nbytes / index.holdings)
+    assert worst <= 40
+
+
+def test_a_worker_that_is_dropped_leaves_room() -> None:
+    index = BlockIndex()
+    for turn in range(40):
+        index.store(turn % 2, np.arange(1, 5000, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(turn))
+        index.drop(turn % 2)
+    assert index.holdings == index.blocks == 0
+    assert index.nbytes < 40 * 20_000
