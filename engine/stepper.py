@@ -81,7 +81,7 @@ class Stepper:
             watch = LayerWatch(watch.every, partial(_tell_on, loop, watch.tell))
         try:
             draws = await loop.run_in_executor(self._executor, self._step, chunks, watch)
-            self.pace.add(sum(len(chunk.token_ids) for chunk in chunks), time.monotonic() - self._entered)
+            self.pace.add(sum(len(chunk.token_ids) for chunk in chunks), time.monotonic() - entered)
             return draws
         finally:
             self.steps += 1

@@ -14,6 +14,7 @@ import zmq.asyncio
 
 from protocol.ids import Peer, RequestKey, Role
 from protocol.layout import KVLayout
+from protocol.kv_publisher import KVPublisher
 from protocol.loops import Loops
 from protocol.messages import (
     Cancel,
@@ -81,6 +82,7 @@ class NullWorker:
             heartbeat=lambda: Heartbeat(profile, WorkerLoad(pool=POOL)),
             on_message=self._from_router,
             on_router_lost=lambda _: None,
+            publisher=KVPublisher(lambda: ([], []), list),
         )
 
     def start(self) -> None:
