@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import zmq.asyncio
 
 from protocol.ids import Peer, RequestKey, Role
-from protocol.layout import KVLayout
 from protocol.kv_publisher import KVPublisher
+from protocol.layout import KVLayout
 from protocol.loops import Loops
 from protocol.messages import (
     Cancel,
