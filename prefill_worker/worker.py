@@ -36,16 +36,7 @@ from protocol.errors import KVFerryError, Overloaded, Preempted, ProtocolError, 
 from protocol.forks import ForkBook
 from protocol.ids import Peer, RequestKey
 from protocol.loops import Loops
-from protocol.messages import (
-    Cancel,
-    ErrorInfo,
-    Failed,
-    Heartbeat,
-    Message,
-    Prefill,
-    WorkerLoad,
-    WorkerProfile,
-)
+from protocol.messages import Cancel, ErrorInfo, Failed, Heartbeat, Message, Prefill, WorkerLoad, WorkerProfile
 from protocol.prompt_logprobs import PromptLogprobs
 from protocol.sockets import Hub
 from protocol.transfer_counts import TransferCounts
