@@ -24,7 +24,7 @@ from cluster.ray_node import connect, node_pids
 from cluster.state import ClusterState, StateStore
 from cluster.status import ActorReport, ClusterReport, cluster_report
 from protocol.errors import ClusterExists, ClusterNotFound, KVFerryError, StartFailed
-from router.client import Client
+from router.client import Client, Completion
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -64,18 +64,23 @@ class World:
     def actor(self, name: str) -> ActorReport:
         return next(actor for actor in self.report().actors if actor.status.name == name)
 
-    def answer(self) -> str:
+    def ask(self) -> Completion:
         with Client(self.state.url, model="tiny", retries=0) as client:
-            done = client.complete("ferry across the water", max_tokens=8, temperature=0, ignore_eos=True, timings=True)
-            assert done.timings is not None
-            assert done.timings.kv_bytes > 0
-            return done.text
+            return client.complete("ferry across the water", max_tokens=8, temperature=0, ignore_eos=True, timings=True)
+
+    def answer(self) -> str:
+        done = self.ask()
+        assert done.timings is not None
+        assert done.timings.kv_bytes > 0
+        return done.text
 
     def answers(self) -> bool:
+        """Whether prefill and decode answer, apart: a router may know its decode worker first, and ask that alone."""
         try:
-            return bool(self.answer())
+            done = self.ask()
         except KVFerryError:
             return False
+        return done.timings is not None and done.timings.kv_bytes > 0
 
 
 @pytest.fixture(scope="module")
