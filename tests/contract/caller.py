@@ -118,7 +118,7 @@ async def announcing(address: str) -> Caller:
     for descriptor in (own, pool):
         os.close(descriptor)
     ledger.close()
-    memory.close()
+    memory.release()
     assert connection.recv(99) == shm_wire.pack_welcome(None)
     connection.setblocking(False)
     return Caller(*await asyncio.open_unix_connection(sock=connection))

@@ -217,7 +217,6 @@ async def test_the_pool_is_given_for_reading_only(harbor) -> None:
     os.close(again)
     os.close(descriptor)
     memory[0] = 1
-    memory.close()
 
 
 async def test_a_sender_needs_shared_memory_of_its_very_size() -> None:

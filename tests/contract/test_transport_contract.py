@@ -1,9 +1,11 @@
 """What every KV transport does, run against each of them."""
 
 import asyncio
+import gc
 import os
 import secrets
 import socket
+import weakref
 
 import numpy as np
 import pytest
@@ -348,7 +350,11 @@ async def test_closed_ends_let_go_of_the_memory(scheme):
     await sender.ship(receiver.address, ticket, [Span(0, 0, BLOCK)], [(0, 1)])
     await sender.close()
     await receiver.close()
-    here.close()  # a mapping that anybody still views cannot be closed, nor a bytearray resized
+    mapping = weakref.ref(here.obj)
+    del here
+    gc.collect()
+    assert mapping() is None, "somebody still views it"
+    # A bytearray that anybody still views cannot be resized.
     there.append(1)
 
 
