@@ -6,16 +6,31 @@ DECAY = 0.98
 """Weight that a step keeps with each further one: the last fifty or so count."""
 SPREAD = 1e-3
 """Variance of the tokens, by their squared mean, from which on a line can be told."""
+FIRST = 8
+"""Steps before which nothing is told; the slowest of them is left out: one that stood still is not the pace."""
+OUTLIER = 10.0
+"""What one more may take at most, of what was to be expected: for the same reason."""
 
 
 class StepPace:
     """Least squares of ``seconds = fixed + per_token * tokens`` over decaying sums."""
 
     def __init__(self) -> None:
+        self._first: list[tuple[int, float]] = []
         self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
 
     def add(self, tokens: int, seconds: float) -> None:
         """A step has ended."""
+        if self._weight:
+            self._take(tokens, min(seconds, OUTLIER * (self.fixed + self.per_token * tokens)))
+            return
+        self._first.append((tokens, seconds))
+        if len(self._first) == FIRST:
+            self._first.remove(max(self._first, key=lambda step: step[1]))
+            for step in self._first:
+                self._take(*step)
+
+    def _take(self, tokens: int, seconds: float) -> None:
         self._weight = DECAY * self._weight + 1.0
         self._tokens = DECAY * self._tokens + tokens
         self._seconds = DECAY * self._seconds + seconds

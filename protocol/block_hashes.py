@@ -18,8 +18,6 @@ BlockHash = bytes
 """Sixteen bytes that name a block and the whole prefix before it."""
 
 HASH_BYTES = 16
-KEY_BYTES = 8
-"""First bytes of a hash, its *key*: enough to tell the blocks of a cluster apart where a mistake costs time only."""
 _ROOT = b"kvferry.root.v1"
 _BLOCK = b"kvferry.block.v1"
 

@@ -14,8 +14,8 @@ from typing import Annotated
 
 import msgspec
 
-from protocol.block_hashes import KEY_BYTES
-
+KEY_BYTES = 8
+"""First bytes of a block's hash, its *key*: enough to tell a cluster's blocks apart where a mistake costs time only."""
 MAX_KEYS = 1 << 15
 """Keys in one message at most, 256 KiB of them."""
 MAX_PAGES = 1 << 12

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 
-from protocol.block_hashes import KEY_BYTES, BlockHash
-from protocol.kv_events import MAX_KEYS, MAX_PAGES, KVEvents, KVFollow, KVSnapshot
+from protocol.block_hashes import BlockHash
+from protocol.kv_events import KEY_BYTES, MAX_KEYS, MAX_PAGES, KVEvents, KVFollow, KVSnapshot
 
 FOLLOW_TTL = 15.0
 """Seconds for which a router is told of changes without asking again."""

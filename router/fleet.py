@@ -44,6 +44,7 @@ _COLUMNS = (
     "own_tokens",
     "own_sequences",
     "correction",
+    "old_steps",
 )
 
 
@@ -64,6 +65,7 @@ class Fleet:
         seen: when it last beat.
         own_tokens, own_sequences: sent there by this router since then.
         correction: what measured times come to, by the predicted ones.
+        old_steps: of its steps, those before it came, or came back.
         seeds: of draws, by the workers' names.
         newest: the last time at which one joined.
     """
@@ -81,6 +83,7 @@ class Fleet:
     own_tokens: Floats
     own_sequences: Floats
     correction: Floats
+    old_steps: Floats
 
     def __init__(self, model: str, slow_start: float = 0.0) -> None:
         self._model = model
@@ -178,6 +181,7 @@ class Fleet:
             # When all come at once none is newer than the others.
             first = self._begun is None or now - self._begun <= self._slow_start
             self.joined[row], self.correction[row] = -np.inf if first else now, 1.0
+            self.old_steps[row] = 0.0
             self.newest = max(self.newest, self.joined[row])
         if before is None or before.load is not load:
             self.own_tokens[row] = self.own_sequences[row] = 0.0
@@ -185,6 +189,9 @@ class Fleet:
         able = worker.accepts_work and profile.model == self._model
         if able != (self.prefill[row] or self.decode[row]) or before is None or before.profile is not profile:
             self._changed()
+        if before is not None and able != (self.prefill[row] or self.decode[row]):
+            # It went or came back: what was measured before says little of what it does now.
+            self.correction[row], self.old_steps[row] = 1.0, load.steps
         self.prefill[row] = able and profile.role == "prefill"
         self.decode[row] = able and profile.role == "decode"
         self.prefills[row] = profile.prefills
@@ -196,7 +203,7 @@ class Fleet:
         link = load.kv_bytes / load.kv_seconds if load.kv_seconds > 0 and load.kv_bytes else LINK
         self.crossing[row] = profile.layout.block_bytes / size / link
         self.seen[row] = worker.last_seen
-        fixed, per_token = self._pace(worker)
+        fixed, per_token = self._pace(worker, int(self.old_steps[row]))
         self.fixed[row], self.per_token[row] = fixed, per_token
         self.in_full_steps[row] = max(SHORTEST, per_token + fixed / (profile.step_tokens or STEP_TOKENS))
 
@@ -204,7 +211,7 @@ class Fleet:
         self._sizes = None
         self._able.clear()
 
-    def _pace(self, worker: Worker) -> tuple[float, float]:
+    def _pace(self, worker: Worker, old_steps: int) -> tuple[float, float]:
         """Measured by the worker; the fewer its steps, the more it is taken for one of the others of its role."""
         role, load = worker.profile.role, worker.load
         typical = self._typical.get(role)
@@ -215,7 +222,8 @@ class Fleet:
         if typical is None:
             typical = own
         self._typical[role] = _mixed(typical, own, 0.1)
-        return _mixed(typical, own, load.steps / (load.steps + TRUSTED_STEPS))
+        steps = max(0, load.steps - old_steps)
+        return _mixed(typical, own, steps / (steps + TRUSTED_STEPS))
 
 
 def _mixed(here: tuple[float, float], there: tuple[float, float], weight: float) -> tuple[float, float]:

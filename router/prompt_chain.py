@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from protocol.block_hashes import KEY_BYTES, BlockHash, chain_on, root_hash
+from protocol.block_hashes import BlockHash, chain_on, root_hash
+from protocol.kv_events import KEY_BYTES
 from router.block_table import Array
 
 PIECE = 64

@@ -25,7 +25,7 @@ from router.front.schema import ChatRequest, CompletionRequest, DetokenizeReques
 REFUSALS = {
     400: "A field is wrong; it is named.",
     401: "No key, or one that is not known.",
-    404: "There is no such model.",
+    404: "There is no such model, or request.",
     413: "The body is too long.",
     429: "Too many requests; the header retry-after says when to try again.",
     503: "There are no workers to serve it.",
@@ -86,6 +86,7 @@ OPERATIONS = (
     Operation("get", "/version", "Which kvferry this is.", VersionAnswer),
     Operation("get", "/metrics", "Metrics, as Prometheus reads them.", kind="text/plain"),
     Operation("get", "/cluster", "The workers and their state."),
+    Operation("get", "/explain/{request}", "Why a request went where it went.", refusals=(401, 404)),
     Operation("get", "/openapi.json", "This document."),
 )
 
@@ -117,7 +118,8 @@ def _described(operation: Operation, known: dict[Any, dict[str, Any]]) -> dict[s
     if operation.chunk is not None:
         name = operation.chunk.__name__
         content[EVENTS] = {
-            "schema": {"type": "string", "description": f"Events, each with a {name} as data; the last says [DONE]."}
+            # Without a type: some take it for that of the whole stream, others for that of an event.
+            "schema": {"description": f"Events, each with a {name} as data; the last says [DONE]."}
         }
     responses = {"200": {"description": operation.summary, "headers": REQUEST_ID, "content": content}}
     if operation.answer is ServiceHealth:

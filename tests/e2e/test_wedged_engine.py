@@ -19,7 +19,7 @@ from protocol.errors import EngineFailure
 from router.front.generation import GenerationReport
 
 TOKENS = 12
-PATIENT: dict[str, object] = {"step_age_bound": 1.0, "worker_wait": 20.0}
+PATIENT: dict[str, object] = {"step_age_bound": 1.0, "worker_wait": 20.0, "policy": "least_loaded"}
 """A step of a worker that is well takes so long on no machine that does anything else."""
 
 

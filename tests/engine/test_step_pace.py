@@ -21,13 +21,25 @@ def test_what_is_alike_is_halved_and_nothing_is_negative() -> None:
     assert (paced().fixed, paced().per_token) == (0.0, 0.0)
     alike = paced(*[(4, 0.2)] * 9)
     assert (alike.fixed, alike.per_token) == (pytest.approx(0.1), pytest.approx(0.025))
-    falling = paced((10, 1.0), (20, 0.5), (30, 0.1))
+    falling = paced(*[(10, 1.0), (20, 0.5), (30, 0.1)] * 4)
     assert falling.per_token == 0.0
     assert falling.fixed == pytest.approx(0.5, rel=0.1)
-    through_nothing = paced((10, 0.1), (100, 9.0))
+    through_nothing = paced(*[(10, 0.1), (100, 9.0)] * 4)
     assert through_nothing.fixed == 0.0
 
 
 def test_old_steps_are_forgotten() -> None:
     pace = paced(*[(10, 1.0), (20, 2.0)] * 50, *[(10, 0.1), (20, 0.2)] * 300)
     assert pace.per_token == pytest.approx(0.01, rel=0.01)
+
+
+def test_a_step_that_stood_still_is_not_the_pace() -> None:
+    """Who is taken for slow gets no work, and so could never show that it is not."""
+    assert paced((4, 0.01), (4, 60.0)).fixed == 0.0
+    usual = paced(*[(4, 0.01)] * 9)
+    began = paced((4, 60.0), *[(4, 0.01)] * 8)
+    assert (began.fixed, began.per_token) == (pytest.approx(usual.fixed), pytest.approx(usual.per_token))
+    stood = paced(*[(4, 0.01)] * 9, (4, 60.0))
+    assert stood.fixed < 3 * usual.fixed
+    slower = paced(*[(4, 0.01)] * 9, *[(4, 60.0)] * 100)
+    assert slower.fixed == pytest.approx(30.0, rel=0.2)

@@ -27,7 +27,7 @@ def test_an_echo_and_its_log_probabilities(client: Client, bpe_tokenizer: Tokeni
     assert len(answer.logprobs) == len(prompt) + len(reply)
     assert answer.logprobs[0] == ScoredToken("die", None)
     assert answer.logprobs[1].logprob == -1.0
-    assert [value for _, value in answer.logprobs[1].top] == [0.0]
+    assert [value for _, value in answer.logprobs[1].top] == [0.0, -1.0], "the best one, and the prompt's own"
     assert [token.logprob for token in answer.logprobs[len(prompt) :]] == [-0.25] * len(reply)
     assert answer.prompt_logprobs == ()
     streamed = client.stream(PROMPT, max_tokens=40, echo=True, logprobs=1).read()
