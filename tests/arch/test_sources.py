@@ -132,3 +132,9 @@ def test_no_private_path_or_registry_host():
         if any(pattern.search(line) for pattern in PRIVATE)
     ]
     assert found == []
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """Pytest imports them by their names alone, and then collects only one of the two."""
+    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]
+    assert {name for name in names if names.count(name) > 1} == set()
