@@ -90,16 +90,14 @@ def status_command(
     name: Name = None, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 ) -> None:
     """Show the processes of a cluster and what they do."""
-    import msgspec
-
-    from cluster.display import start_lines, status_table
+    from cluster.display import print_json, start_lines, status_table
     from cluster.state import StateStore
     from cluster.status import cluster_report
 
     store = StateStore()
     report = cluster_report(name or store.only(), store=store)
     if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
+        print_json(report)
         return
     serving = f", {report.model} at {report.url}/v1, KV by {report.transport}" if report.url else ""
     typer.echo(f"cluster {report.name!r}: {report.state}{serving}")

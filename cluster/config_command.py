@@ -41,8 +41,7 @@ def show_command(file: File) -> None:
 @config_app.command("schema")
 def schema_command() -> None:
     """Print the JSON schema of such files, for editors."""
-    import msgspec
-
+    from cluster.display import print_json
     from cluster.schema import config_schema
 
-    typer.echo(msgspec.json.format(msgspec.json.encode(config_schema()), indent=2).decode())
+    print_json(config_schema())

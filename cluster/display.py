@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+import msgspec
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -18,6 +20,11 @@ if TYPE_CHECKING:
 
 QUARTERS = 4
 """Lines per stage that knows how far it is."""
+
+
+def print_json(value: object) -> None:
+    """Print ``value`` on standard output, as JSON for people and programs."""
+    typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
 
 
 class StepPrinter:

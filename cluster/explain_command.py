@@ -27,15 +27,14 @@ def explain_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Tell which workers a request could have gone to, what was predicted, and what was measured."""
-    import msgspec
-
     from cluster.conversation import default_url
+    from cluster.display import print_json
     from router.client import Client
 
     with Client(url or default_url(), api_key=api_key, ca_file=ca_file) as client:
         explanation = client.explain(request)
     if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(explanation), indent=2).decode())
+        print_json(explanation)
         return
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
     for placed in explanation.decisions:

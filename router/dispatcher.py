@@ -135,13 +135,9 @@ class Dispatcher:
         wishes = [wish for live in together for wish in live.machine.submit(now) if isinstance(wish, NeedPlacement)]
         try:
             placement = self._choose(together[0], wishes[0], now, len(together))
-        except NoWorkerAvailable as error:
+        except (NoWorkerAvailable, TargetOutOfReach) as error:
             for live in together:
-                self._advance(live, live.machine.unplaced(error, now), now)
-            return together
-        except TargetOutOfReach as error:
-            for live in together:
-                self._advance(live, live.machine.abandon(error, now), now)
+                self._unplaced(live, error, now)
             return together
         opened = [live.machine.placed(placement, now) for live in together]
         for live in together:
@@ -335,14 +331,18 @@ class Dispatcher:
     def _place(self, live: LiveRequest, wish: NeedPlacement, now: float) -> None:
         try:
             placement = self._choose(live, wish, now)
-        except NoWorkerAvailable as error:
-            self._advance(live, live.machine.unplaced(error, now), now)
-            return
-        except TargetOutOfReach as error:
-            self._advance(live, live.machine.abandon(error, now), now)
+        except (NoWorkerAvailable, TargetOutOfReach) as error:
+            self._unplaced(live, error, now)
             return
         live.placement = placement
         self._advance(live, live.machine.placed(placement, now), now)
+
+    def _unplaced(self, live: LiveRequest, error: NoWorkerAvailable | TargetOutOfReach, now: float) -> None:
+        """Workers may come, and it waits for them; a target that is out of reach stays so."""
+        if isinstance(error, TargetOutOfReach):
+            self._advance(live, live.machine.abandon(error, now), now)
+        else:
+            self._advance(live, live.machine.unplaced(error, now), now)
 
     def _choose(self, live: LiveRequest, wish: NeedPlacement, now: float, sequences: int = 1) -> Placement:
         demand = live.demand(wish, self._turn, self._ttft_target, self._breakers.barred(now), sequences)

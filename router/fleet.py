@@ -187,9 +187,10 @@ class Fleet:
             self.own_tokens[row] = self.own_sequences[row] = 0.0
         self.workers[row] = worker
         able = worker.accepts_work and profile.model == self._model
-        if able != (self.prefill[row] or self.decode[row]) or before is None or before.profile is not profile:
+        moved = able != (self.prefill[row] or self.decode[row])
+        if moved or before is None or before.profile is not profile:
             self._changed()
-        if before is not None and able != (self.prefill[row] or self.decode[row]):
+        if moved and before is not None:
             # It went or came back: what was measured before says little of what it does now.
             self.correction[row], self.old_steps[row] = 1.0, load.steps
         self.prefill[row] = able and profile.role == "prefill"

@@ -27,11 +27,6 @@ class PromptChain:
         self._pieces: list[Array] = []
         self._hashed = 0
 
-    @property
-    def hashed(self) -> int:
-        """Blocks whose keys were computed."""
-        return self._hashed
-
     def grow(self, token_ids: tuple[int, ...]) -> None:
         """The prompt goes on: ``token_ids`` begins with what it was."""
         self._token_ids = token_ids

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,16 +11,13 @@ from rich.console import Console
 from cluster.api_key import ApiKey, CaFile
 from cluster.bench.attention.shape import DEFAULT_SHAPE, SHAPES
 from cluster.bench.disaggregation.command import disaggregation_command
+from cluster.bench.options import BlockSize, CaseSeconds, DeviceName, Json, Order, Plot, RivalPython, Threads
 from cluster.bench.preset import DEFAULT_PRESET, PRESETS
 
 bench_app = typer.Typer(name="bench", help="Measure what this machine and a cluster reach.", no_args_is_help=True)
 bench_app.command("disaggregation")(disaggregation_command)
 
-TABLE_WIDTH = 132
-"""Where standard output is no terminal."""
 OUTPUT_TOKENS = 16
-
-Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures there.")]
 
 
 @bench_app.command("transfer")
@@ -36,10 +32,10 @@ def transfer_command(
     transports: Annotated[
         str, typer.Option(help="As tcp,shm,ucx:tcp (UCX held to TCP) or ucx:shm; all tries each scheme.")
     ] = "all",
-    block_size: Annotated[int, typer.Option(min=1, max=1 << 16, help="Tokens of a block.")] = 16,
+    block_size: BlockSize = 16,
     dtype: Annotated[str, typer.Option(help="Of the cache.")] = "bfloat16",
     streams: Annotated[int | None, typer.Option(min=1, max=64, help="Connections of one transport.")] = None,
-    seconds: Annotated[float, typer.Option(min=0.01, max=3600, help="Measure each case for so long.")] = 1.0,
+    seconds: CaseSeconds = 1.0,
     time_limit: Annotated[float, typer.Option(min=0.1, max=86400, help="Give a case up after so long.")] = 60.0,
     max_pool: Annotated[str, typer.Option(help="No pool of either side is larger.")] = "2GiB",
     seed: Annotated[int, typer.Option(min=0, help="Of scattered block tables and of the bytes.")] = 0,
@@ -50,13 +46,9 @@ def transfer_command(
         str | None, typer.Option(metavar="HOST:PORT", help="Be the receiving side, until Ctrl-C; trust who comes.")
     ] = None,
     vs: Annotated[str | None, typer.Option(help="Also measure rivals on the same work: nixl, mooncake.")] = None,
-    vs_python: Annotated[
-        str | None, typer.Option(metavar="FILE", help="The interpreter that has them; this one by default.")
-    ] = None,
+    vs_python: RivalPython = None,
     json: Json = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Also draw them: .html, .png or .svg.")
-    ] = None,
+    plot: Plot = None,
     tied: Annotated[bool, typer.Option("--tied", hidden=True)] = False,
 ) -> None:
     """Measure the KV transports between two processes, or with --connect and --listen between two machines.
@@ -64,6 +56,7 @@ def transfer_command(
     Each case takes turns with the machine's own limit for the same bytes: a memory copy, or a plain socket.
     """
     from cluster.bench.case import TABLES, WAYS, Grid, parse_choices, parse_count, parse_counts
+    from cluster.bench.output import standard_output
     from cluster.bench.rivals.contest import RIVALS, Invitation
     from cluster.bench.transfer import Options, be_far_end, measure_transfers, parse_place
     from cluster.signals import exit_on_terminate
@@ -101,9 +94,8 @@ def transfer_command(
             () if vs is None else parse_choices(vs, tuple(RIVALS), field="vs"), vs_python or sys.executable
         ),
     )
-    out = Console()
     with exit_on_terminate():
-        complete = measure_transfers(options, out if out.is_terminal else Console(width=TABLE_WIDTH))
+        complete = measure_transfers(options, standard_output())
     if not complete:
         raise typer.Exit(1)
 
@@ -118,7 +110,7 @@ def handoff_command(
     chunk: Annotated[int, typer.Option(min=1, help="Tokens of a chunk of prefill.")] = 512,
     pause: Annotated[float, typer.Option(min=0, max=10, help="Seconds that a chunk takes to compute.")] = 0.02,
     runs: Annotated[int, typer.Option(min=1, help="Of each length, after some that do not count.")] = 50,
-    block_size: Annotated[int, typer.Option(min=1, max=1 << 16, help="Tokens of a block.")] = 16,
+    block_size: BlockSize = 16,
     max_pool: Annotated[str, typer.Option(help="No pool of either side is larger.")] = "2GiB",
     json: Json = None,
     decode: Annotated[bool, typer.Option("--decode", hidden=True)] = False,
@@ -127,14 +119,13 @@ def handoff_command(
 
     Two processes with a prefill and a decode worker's bookkeeping, sockets and pools, and no model.
     """
-    import msgspec
     from rich.progress import Progress
 
     from cluster.bench.case import parse_count, parse_counts
     from cluster.bench.handoff import decode_side
     from cluster.bench.handoff.figures import handoff_table, headline
     from cluster.bench.handoff.measure import WARM_UP, HandoffOptions, measure_handoff
-    from cluster.bench.report import write_bytes
+    from cluster.bench.output import standard_output, write_json
     from cluster.event_loop import new_loop
     from cluster.signals import exit_on_terminate, run_until_terminated
 
@@ -158,14 +149,13 @@ def handoff_command(
             measure_handoff(options, lambda name, turn: bars.update(bar, completed=turn, description=name)),
             loop_factory=new_loop,
         )
-    out = Console()
-    out = out if out.is_terminal else Console(width=TABLE_WIDTH)
+    out = standard_output()
     out.print(headline(report), highlight=False)
     out.print(handoff_table(report))
     for name, reason in report.skipped.items():
         out.print(f"* skipped {name}: {reason}", markup=False, highlight=False)
     if json is not None:
-        write_bytes(json, msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n", field="json")
+        write_json(report, json)
     if not report.rows:
         raise typer.Exit(1)
 
@@ -186,10 +176,8 @@ def router_command(
 
     Where there are two cores, the router has one to itself.
     """
-    import msgspec
-
     from cluster.bench.case import parse_counts
-    from cluster.bench.report import write_bytes
+    from cluster.bench.output import standard_output, write_json
     from cluster.bench.router.figures import stream_table, summary
     from cluster.bench.router.measure import RouterOptions, measure_router
     from cluster.event_loop import new_loop
@@ -207,13 +195,12 @@ def router_command(
     errors = Console(stderr=True)
     with exit_on_terminate(), errors.status("starting") as status:
         report = run_until_terminated(measure_router(options, status.update), loop_factory=new_loop)
-    out = Console()
-    out = out if out.is_terminal else Console(width=TABLE_WIDTH)
+    out = standard_output()
     for line in summary(report):
         out.print(line, highlight=False)
     out.print(stream_table(report))
     if json is not None:
-        write_bytes(json, msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n", field="json")
+        write_json(report, json)
 
 
 @bench_app.command("attention")
@@ -227,25 +214,24 @@ def attention_command(
     prompts: Annotated[str, typer.Option(help="Sequences of a prefill step.")] = "1",
     context: Annotated[str, typer.Option(help="Tokens of each sequence, those of the step included.")] = "128,1k,4k",
     chunk: Annotated[int, typer.Option(help="Tokens of a prompt that a step computes.")] = 512,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
+    device: DeviceName = "auto",
     dtype: Annotated[str, typer.Option(help="Of queries and cache; auto is what the device computes in.")] = "auto",
-    order: Annotated[str, typer.Option(help="Of a block: NHD or HND.")] = "NHD",
-    block_size: Annotated[int, typer.Option(min=1, max=1 << 16, help="Tokens of a block.")] = 16,
+    order: Order = "NHD",
+    block_size: BlockSize = 16,
     window: Annotated[int, typer.Option(min=0, help="Tokens that a query sees; 0 for all.")] = 0,
     softcap: Annotated[float, typer.Option(min=0, max=1e6, help="Cap of the scores; 0 for none.")] = 0.0,
-    threads: Annotated[int | None, typer.Option(min=1, max=1024, help="Of a CPU; torch's choice by default.")] = None,
-    seconds: Annotated[float, typer.Option(min=0.01, max=3600, help="Measure each case for so long.")] = 1.0,
+    threads: Threads = None,
+    seconds: CaseSeconds = 1.0,
     max_pool: Annotated[str, typer.Option(help="No pool is larger.")] = "2GiB",
     seed: Annotated[int, typer.Option(min=0, help="Of numbers, block tables and turns.")] = 0,
     json: Json = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Also draw them: .html, .png or .svg.")
-    ] = None,
+    plot: Plot = None,
 ) -> None:
     """Compare the attention backends that work on this machine, and hold them against its roofline."""
     from cluster.bench.attention.case import KINDS, AttentionGrid
     from cluster.bench.attention.contest import AttentionOptions, compare_attention
     from cluster.bench.case import parse_choices, parse_count, parse_counts
+    from cluster.bench.output import standard_output
     from cluster.signals import exit_on_terminate
     from engine.attention import BACKENDS
     from engine.config import EngineConfig
@@ -270,9 +256,8 @@ def attention_command(
         json=json,
         plot=plot,
     )
-    out = Console()
     with exit_on_terminate():
-        good = compare_attention(options, out if out.is_terminal else Console(width=TABLE_WIDTH))
+        good = compare_attention(options, standard_output())
     if not good:
         raise typer.Exit(1)
 
@@ -291,33 +276,30 @@ def engine_command(
     steps: Annotated[int, typer.Option(help="Of a decode, in each round.")] = 8,
     max_prompt_tokens: Annotated[str, typer.Option(help="Prefills of more tokens in all are left out.")] = "16k",
     chunk: Annotated[int, typer.Option(min=1, help="Prompt tokens of one step.")] = 512,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
+    device: DeviceName = "auto",
     dtype: Annotated[str, typer.Option(help="Of weights; auto is what the device computes in.")] = "auto",
     kv_cache_dtype: Annotated[str, typer.Option(help="auto, float8_e4m3 or float8_e5m2.")] = "auto",
     attention: Annotated[str, typer.Option(help="Backend; auto fits the device.")] = "auto",
-    order: Annotated[str, typer.Option(help="Of a block: NHD or HND.")] = "NHD",
-    block_size: Annotated[int, typer.Option(min=1, max=1 << 16, help="Tokens of a block.")] = 16,
-    threads: Annotated[int | None, typer.Option(min=1, max=1024, help="Of a CPU; torch's choice by default.")] = None,
-    seconds: Annotated[float, typer.Option(min=0.01, max=3600, help="Measure each case for so long.")] = 2.0,
+    order: Order = "NHD",
+    block_size: BlockSize = 16,
+    threads: Threads = None,
+    seconds: CaseSeconds = 2.0,
     max_pool: Annotated[str, typer.Option(help="Cases that need a larger cache are left out.")] = "4GiB",
     seed: Annotated[int, typer.Option(min=0, help="Of the turns.")] = 0,
     cpu_time: Annotated[
         bool, typer.Option("--cpu-time", help="Of the one thread, where others share its core.")
     ] = False,
     vs: Annotated[str | None, typer.Option(help="Also measure rivals on the same work: transformers, vllm.")] = None,
-    vs_python: Annotated[
-        str | None, typer.Option(metavar="FILE", help="The interpreter that has them; this one by default.")
-    ] = None,
+    vs_python: RivalPython = None,
     json: Json = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Also draw them: .html, .png or .svg.")
-    ] = None,
+    plot: Plot = None,
 ) -> None:
     """Measure steps of the engine, as the workers drive it, against this machine's roofline and other engines."""
     from cluster.bench.case import parse_choices, parse_count, parse_counts
     from cluster.bench.engine.case import KINDS, EngineGrid
     from cluster.bench.engine.contest import EngineOptions, compare_engines
     from cluster.bench.engine.rivals import RIVALS
+    from cluster.bench.output import standard_output
     from cluster.bench.rivals.contest import Invitation
     from cluster.model_command import show_progress
     from cluster.model_store import resolve_model
@@ -350,8 +332,7 @@ def engine_command(
                 () if vs is None else parse_choices(vs, tuple(RIVALS), field="vs"), vs_python or sys.executable
             ),
         )
-        out = Console()
-        good = compare_engines(options, out if out.is_terminal else Console(width=TABLE_WIDTH))
+        good = compare_engines(options, standard_output())
     if not good:
         raise typer.Exit(1)
 
@@ -367,12 +348,11 @@ def latency_command(
     json: Json = None,
 ) -> None:
     """Show where the time of a request goes, by prompt length, on a cluster that is up."""
-    import msgspec
     from rich.progress import track
 
     from cluster.bench.case import parse_counts
     from cluster.bench.latency import measure, row_table, summary
-    from cluster.bench.report import write_bytes
+    from cluster.bench.output import standard_output, write_json
     from cluster.conversation import default_url
     from router.client import Client
 
@@ -382,8 +362,7 @@ def latency_command(
         turns = measure(client, wanted, runs, output_tokens)
         found = list(track(turns, total=runs, description="runs", console=errors, disable=not errors.is_terminal))
     rows = [summary(length, [turn[length] for turn in found], output_tokens) for length in wanted]
-    out = Console()
     table = row_table(rows, runs=runs, output_tokens=output_tokens)
-    (out if out.is_terminal else Console(width=TABLE_WIDTH)).print(table)
+    standard_output().print(table)
     if json is not None:
-        write_bytes(json, msgspec.json.format(msgspec.json.encode(rows), indent=2) + b"\n", field="json")
+        write_json(rows, json)

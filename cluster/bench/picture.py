@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from cluster.bench.report import write_bytes
+from cluster.bench.output import check_folder, write_bytes
 from protocol.errors import ConfigError
 
 SUFFIXES = (".html", ".png", ".svg")
@@ -27,6 +27,18 @@ def check_plot(file: Path) -> None:
         raise ConfigError(f"plot must end in {', '.join(SUFFIXES)}, got {str(file)!r}", field="plot")
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib: install kvferry with the extra 'plot'", field="plot")
+
+
+def check_files(json: Path | None, plot: Path | None) -> None:
+    """Say before a run what would keep its figures or its plot from being written.
+
+    Raises:
+        ConfigError: there is no such folder, or as :func:`check_plot`.
+    """
+    check_folder(json, field="json")
+    check_folder(plot, field="plot")
+    if plot is not None:
+        check_plot(plot)
 
 
 def write_figure(figure: Any, file: Path, title: str, report: msgspec.Struct, notes: Sequence[str]) -> None:

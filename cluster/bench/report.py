@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -13,7 +12,6 @@ from cluster.bench.limit import Limit
 from cluster.bench.machine import Machine
 from cluster.bench.rivals.contest import RivalFigure, RivalState
 from cluster.bench.statistics import Latency
-from protocol.errors import ConfigError
 from protocol.layout import KVLayout
 
 VERSION = 2
@@ -105,23 +103,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 def summary(outcome: Outcome) -> str:
     """What came of a case, in a word or two."""
     return outcome.state if outcome.measured is None else f"{outcome.measured.gb_per_s:.2f} GB/s"
-
-
-def write_bytes(file: Path, content: bytes, *, field: str) -> None:
-    """Write a file that the option ``field`` names.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    try:
-        file.write_bytes(content)
-    except OSError as error:
-        raise ConfigError(f"{field}: cannot write {file}: {error}", field=field) from error
-
-
-def write_json(report: Report, file: Path) -> None:
-    """Write the report; raises as :func:`write_bytes`."""
-    write_bytes(file, msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n", field="json")
 
 
 def outcome_table(report: Report) -> Table:

@@ -16,11 +16,12 @@ from cluster.bench.limit import LIMITS
 from cluster.bench.local_peer import LISTENING, local_peer
 from cluster.bench.machine import this_machine
 from cluster.bench.near_end import Setup
-from cluster.bench.picture import check_plot
+from cluster.bench.output import tell, write_json
+from cluster.bench.picture import check_files
 from cluster.bench.plot import write_plot
 from cluster.bench.preset import layout_of
 from cluster.bench.progress import CaseProgress
-from cluster.bench.report import Outcome, Report, Settings, outcome_table, remarks, summary, write_json
+from cluster.bench.report import Outcome, Report, Settings, outcome_table, remarks, summary
 from cluster.bench.rivals.contest import Invitation, OnRival, RivalState
 from cluster.bench.run import NOBODY, Effort, OnCase, OnOutcome, run
 from cluster.signals import run_until_terminated
@@ -100,11 +101,7 @@ def measure_transfers(options: Options, console: Console) -> bool:
     blocks = pool_blocks(cases, layout, limit=options.max_pool)
     pools = POOLS_HERE + (options.peer is None) + POOLS_PER_RIVAL * len(options.rivals.names)
     memory.check_room(layout.pool_bytes(blocks) * pools)
-    for file, name in ((options.json, "json"), (options.plot, "plot")):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ConfigError(f"{name}: there is no folder {file.absolute().parent}", field=name)
-    if options.plot is not None:
-        check_plot(options.plot)
+    check_files(options.json, options.plot)
     timeout = min(TRANSPORT_TIMEOUT_SECONDS, options.time_limit)
     config = TransportConfig(timeout=timeout)
     if options.streams is not None:
@@ -177,11 +174,8 @@ def _report(
 
 def _tell(report: Report, console: Console) -> None:
     machine, layout = report.machine, report.layout
-    console.print(
+    headline = (
         f"{report.model}: {layout.bytes_per_token} bytes a token, blocks of {layout.block_size} tokens "
-        f"({report.block_bytes} bytes); {report.settings.streams} streams; {machine.cores} cores, {machine.processor}",
-        highlight=False,
+        f"({report.block_bytes} bytes); {report.settings.streams} streams; {machine.cores} cores, {machine.processor}"
     )
-    console.print(outcome_table(report))
-    for line in remarks(report):
-        console.print(f"* {line}", markup=False, highlight=False)
+    tell(console, headline, outcome_table(report), remarks(report))

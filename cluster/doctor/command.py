@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -14,6 +13,7 @@ from rich.table import Table
 from cluster.config import ClusterConfig
 from cluster.config_file import load_config
 from cluster.demo import laptop_config
+from cluster.display import print_json
 from cluster.doctor.examination import examine
 from cluster.doctor.finding import Diagnosis, Finding, diagnosis
 from cluster.doctor.wish import Wish
@@ -33,7 +33,7 @@ def diagnose(file: Path | None, console: Console) -> Diagnosis:
 def show(report: Diagnosis, *, as_json: bool) -> None:
     """Print the report: a table on a terminal, else a line for each finding, or JSON."""
     if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
+        print_json(report)
     elif sys.stdout.isatty():
         console = Console()
         console.print(table(report))

@@ -221,6 +221,19 @@ def test_cost_knows_that_some_are_slower() -> None:
     assert pick(workers, policy="cost") == ("p0", "d0")
 
 
+def test_what_a_worker_measured_before_it_was_lost_is_not_held_against_it() -> None:
+    """It could never show that it is as fast as the others: who is taken for slow gets no work."""
+    slow, others = paced("d0", "decode", token=1.0), [paced("d1", "decode"), paced("p0", "prefill")]
+    fleet = fleet_of([*others, slow])
+    slowest = fleet.per_token[fleet.row("d0")]
+    assert slowest > 0.5
+    fleet.correction[fleet.row("d0")] = 8.0
+    fleet.see([*others, replace(slow, lost="its step loop has stood")], 1.0)
+    fleet.see([*others, replace(slow, last_seen=2.0)], 2.0)
+    assert fleet.per_token[fleet.row("d0")] < slowest / 2
+    assert fleet.correction[fleet.row("d0")] == 1.0
+
+
 def test_cost_sends_the_sequence_where_its_blocks_are_when_the_link_is_slow() -> None:
     def chosen(seconds: float) -> str:
         link = {"kv_bytes": 1 << 20, "kv_seconds": seconds}

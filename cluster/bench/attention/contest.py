@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-import msgspec
 import torch
 from rich.console import Console
 
@@ -25,15 +24,14 @@ from cluster.bench.attention.plot import write_attention_plot
 from cluster.bench.attention.shape import shape_of
 from cluster.bench.attention.step import blocks_of
 from cluster.bench.machine import this_machine
-from cluster.bench.picture import check_plot
+from cluster.bench.output import tell, write_json
+from cluster.bench.picture import check_files
 from cluster.bench.progress import CaseProgress
-from cluster.bench.report import write_bytes
 from cluster.bench.roofline import HOST_READ_BYTES, Device, Rates
 from engine.attention.backend import Scoring
 from engine.config import EngineConfig
 from engine.kv_cache import TORCH_DTYPES
 from engine.runner import resolve_device, resolve_dtype
-from protocol.errors import ConfigError
 from protocol.layout import KVLayout
 
 
@@ -107,11 +105,7 @@ def _scene(options: AttentionOptions) -> Scene:
         layers_for(case, layout, options.max_pool) * layout.pool_bytes(blocks_of(case, layout.block_size))
         for case in options.grid.cases()
     ]
-    for file, name in ((options.json, "json"), (options.plot, "plot")):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ConfigError(f"{name}: there is no folder {file.absolute().parent}", field=name)
-    if options.plot is not None:
-        check_plot(options.plot)
+    check_files(options.json, options.plot)
     if place.type == "cpu":
         memory.check_room(max(pools) + HOST_READ_BYTES)
     if engine.threads is not None:
@@ -128,12 +122,9 @@ def _scene(options: AttentionOptions) -> Scene:
 
 
 def _tell(report: AttentionReport, options: AttentionOptions, console: Console) -> None:
-    console.print(headline(report), highlight=False)
-    console.print(attention_table(report))
-    for line in attention_remarks(report):
-        console.print(f"* {line}", markup=False, highlight=False)
+    tell(console, headline(report), attention_table(report), attention_remarks(report))
     if options.json is not None:
-        write_bytes(options.json, msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n", field="json")
+        write_json(report, options.json)
     if options.plot is not None:
         write_attention_plot(report, options.plot)
 

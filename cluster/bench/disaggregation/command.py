@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-TABLE_WIDTH = 132
-"""Where standard output is no terminal."""
+from cluster.bench.options import Json, Plot
 
 
 def disaggregation_command(
@@ -26,24 +24,21 @@ def disaggregation_command(
     interval: Annotated[float, typer.Option(min=0.01, help="Seconds between two of them.")] = 4.0,
     seconds: Annotated[float, typer.Option(min=0.0, help="Of mixed load for each way; 0 leaves it out.")] = 20.0,
     rounds: Annotated[int, typer.Option(min=1, help="Of mixed load; the ways take turns.")] = 1,
-    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures there.")] = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Also draw them: .html, .png or .svg.")
-    ] = None,
+    json: Json = None,
+    plot: Plot = None,
 ) -> None:
     """Measure what it buys that prefill and decode are apart: on two cores, against one engine that does both on them.
 
     One request at a time with the same decode worker, and streams that decode while long prompts arrive.
     """
-    import msgspec
     from rich.progress import Progress
 
     from cluster.bench.case import parse_count, parse_counts
     from cluster.bench.disaggregation.figures import alone_table, load_table, p99_ratio
     from cluster.bench.disaggregation.measure import DisaggregationOptions, measure_disaggregation
     from cluster.bench.disaggregation.plot import write_disaggregation_plot
-    from cluster.bench.picture import check_plot
-    from cluster.bench.report import write_bytes
+    from cluster.bench.output import standard_output, write_json
+    from cluster.bench.picture import check_files
     from cluster.event_loop import new_loop
     from cluster.model_store import resolve_model
     from cluster.signals import exit_on_terminate, run_until_terminated
@@ -61,16 +56,14 @@ def disaggregation_command(
         seconds=seconds,
         rounds=rounds,
     )
-    if plot is not None:
-        check_plot(plot)
+    check_files(json, plot)
     errors = Console(stderr=True)
     with exit_on_terminate(), Progress(console=errors, transient=True, disable=not errors.is_terminal) as bars:
         bar = bars.add_task("starting", total=None)
         report = run_until_terminated(
             measure_disaggregation(options, lambda what: bars.update(bar, description=what)), loop_factory=new_loop
         )
-    out = Console()
-    out = out if out.is_terminal else Console(width=TABLE_WIDTH)
+    out = standard_output()
     out.print(alone_table(report.alone))
     if report.load:
         out.print(load_table(report))
@@ -78,6 +71,6 @@ def disaggregation_command(
     if ratio is not None:
         out.print(f"p99 between two tokens, 1P1D to the best that does both: {ratio:.2f}", highlight=False)
     if json is not None:
-        write_bytes(json, msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n", field="json")
+        write_json(report, json)
     if plot is not None:
         write_disaggregation_plot(report, plot)

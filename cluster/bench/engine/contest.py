@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
-import msgspec
 import torch
 from rich.console import Console
 
@@ -31,9 +30,9 @@ from cluster.bench.engine.plot import write_engine_plot
 from cluster.bench.engine.rivals import RivalOrder, entered
 from cluster.bench.engine.work import work_of
 from cluster.bench.machine import this_machine
-from cluster.bench.picture import check_plot
+from cluster.bench.output import tell, write_json
+from cluster.bench.picture import check_files
 from cluster.bench.progress import CaseProgress
-from cluster.bench.report import write_bytes
 from cluster.bench.rivals.contest import Invitation, RivalState
 from cluster.bench.roofline import HOST_READ_BYTES, Device, Rates
 from cluster.event_loop import new_loop
@@ -167,11 +166,7 @@ def compare_engines(options: EngineOptions, console: Console) -> bool:
     plan = planned(options)
     if options.cpu_time and (plan.config.threads != 1 or plan.device.type != "cpu"):
         raise ConfigError("--cpu-time counts one thread of a CPU: add --threads 1", field="cpu_time")
-    for file, name in ((options.json, "json"), (options.plot, "plot")):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ConfigError(f"{name}: there is no folder {file.absolute().parent}", field=name)
-    if options.plot is not None:
-        check_plot(options.plot)
+    check_files(options.json, options.plot)
     pool = plan.layout.pool_bytes(plan.config.num_blocks)
     if plan.device.type == "cpu":
         memory.check_room(pool * (1 + len(options.rivals.names)) + HOST_READ_BYTES)
@@ -233,12 +228,9 @@ async def _run(
 
 
 def _tell(report: EngineReport, options: EngineOptions, console: Console) -> None:
-    console.print(headline(report), highlight=False)
-    console.print(engine_table(report))
-    for line in engine_remarks(report):
-        console.print(f"* {line}", markup=False, highlight=False)
+    tell(console, headline(report), engine_table(report), engine_remarks(report))
     if options.json is not None:
-        write_bytes(options.json, msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n", field="json")
+        write_json(report, options.json)
     if options.plot is not None:
         write_engine_plot(report, options.plot)
 
