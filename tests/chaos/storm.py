@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crew import Crew, allowed, until
+from crew import Crew, until
 from fleet import LEASE, LOST, MODEL, NAMES, Fleet
 from link import Link, link_to
+from pace import allowed
 from tokenizers import Tokenizer
 
 from protocol.errors import NoWorkerAvailable
