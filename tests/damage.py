@@ -94,8 +94,8 @@ class BadMemory:
                 self.strikes = False
                 pool[pieces[len(pieces) // 2][0]] ^= 1
 
-        def bad_copy(copier: HostCopier, batch: Sequence[Run]) -> None:
-            copy(copier, batch)
+        def bad_copy(copier: HostCopier, batch: Sequence[Run], *, summed: bool = False) -> None:
+            copy(copier, batch, summed=summed)
             if self.strikes:
                 self.strikes = False
                 copier._target[batch[len(batch) // 2][1]] ^= 1

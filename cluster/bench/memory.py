@@ -1,16 +1,16 @@
-"""Pools of a benchmark: anonymous shared memory where the system has it, so that every transport can use it."""
+"""Pools of a benchmark: memory such as an engine's pool where the system has it, so that every transport can use it."""
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import psutil
 
+from engine.shared_memory import allocate, take_large_pages
 from protocol.errors import ConfigError
 
 PATTERN_BYTES = (1 << 20) + 7
@@ -49,24 +49,25 @@ class Pool:
 
 @contextmanager
 def made_pool(nbytes: int) -> Iterator[Pool]:
-    """A pool of ``nbytes`` bytes; its descriptor is open within this context.
+    """A pool of ``nbytes`` bytes, in large pages where the system gives them; its descriptor is open in this context.
 
     Raises:
         ConfigError: the system has not so much.
     """
-    with ExitStack() as stack:
-        try:
-            descriptor = None
-            if hasattr(os, "memfd_create"):
-                descriptor = os.memfd_create("kvferry-bench", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-                stack.callback(os.close, descriptor)
-                os.ftruncate(descriptor, nbytes)
-                # Whoever maps it is safe from its getting shorter.
-                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            view = memoryview(mmap.mmap(-1 if descriptor is None else descriptor, nbytes))
-        except OSError as error:
-            raise ConfigError(f"no memory for a pool of {nbytes >> 20} MiB: {error}", field="max_pool") from error
+    descriptor = None
+    try:
+        if hasattr(os, "memfd_create"):
+            view, descriptor = allocate(nbytes, "kvferry-bench")
+            take_large_pages(view)
+        else:
+            view = memoryview(mmap.mmap(-1, nbytes))
+    except OSError as error:
+        raise ConfigError(f"no memory for a pool of {nbytes >> 20} MiB: {error}", field="max_pool") from error
+    try:
         yield Pool(view, descriptor)
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def fill(memory: memoryview, pattern: bytes) -> None:

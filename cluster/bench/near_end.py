@@ -11,7 +11,7 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -119,6 +119,7 @@ async def opened(host: str, port: int, scheme: str, setup: Setup) -> AsyncIterat
             raise ConnectionFailed(f"{host}:{port} did not answer in {PREPARE_SECONDS:.0f} seconds") from error
         session = Session(channel, sender, pool.view, setup.layout, prepared)
         stack.push_async_callback(session.end_plain)
+        stack.callback(session.end_copy)
         first = Span(0, 0, setup.layout.block_bytes)
         await session.ship_round([Transfer((0,), (0,), (((first,), (0,)),))], checked=True)
         yield session
@@ -136,6 +137,7 @@ class Session:
         self._layout = layout
         self._address = prepared.address
         self._plain: socket.socket | None = None
+        self._copies = ExitStack()
         self._copy_target = memoryview(b"")
         self._perftest: Perftest | None = None
         self.same_host = prepared.host == host_identity()
@@ -206,8 +208,13 @@ class Session:
     async def begin_copy(self) -> None:
         """Make the second pool that :meth:`copy_round` copies to."""
         if not self._copy_target.nbytes:
-            self._copy_target = memoryview(bytearray(self._pool.nbytes))
+            self._copy_target = self._copies.enter_context(memory.made_pool(self._pool.nbytes)).view
             await asyncio.to_thread(memory.fill, self._copy_target, b"\0" * memory.PATTERN_BYTES)
+
+    def end_copy(self) -> None:
+        """Let go of it; may be called more than once."""
+        self._copy_target = memoryview(b"")
+        self._copies.close()
 
     @property
     def perftest(self) -> Perftest:

@@ -85,7 +85,7 @@ class DeviceCopier(Copier):
             stack.callback(self._stream.close)
             self._stack = stack.pop_all()
 
-    def copy(self, batch: Sequence[Run]) -> None:
+    def copy(self, batch: Sequence[Run], *, summed: bool = False) -> None:
         """See :meth:`Copier.copy`."""
         try:
             for source, target, nbytes in batch:

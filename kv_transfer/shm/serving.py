@@ -14,7 +14,7 @@ from contextlib import ExitStack, suppress
 from kv_transfer import hello
 from kv_transfer.checksum import Checksum
 from kv_transfer.shm import wire
-from kv_transfer.shm.copying import Copier, Run, batches
+from kv_transfer.shm.copying import SUMMED_BYTES, Copier, Run, batches
 from kv_transfer.shm.ledger import ReceiverLedger
 from kv_transfer.shm.target import Target
 from kv_transfer.shm.wire import Verdict
@@ -199,14 +199,15 @@ def _fill(
     """
     copied = 0
     error = ChannelLost("the sender withdrew the ship")
-    for batch in batches(runs, copier.batch_bytes):
+    longest = copier.batch_bytes if checksum is None else min(copier.batch_bytes, SUMMED_BYTES)
+    for batch in batches(runs, longest):
         if not window.gate.enter():
             return False
         try:
             wanted = ledger.enter(head.slot, head.ship)
             if wanted:
                 try:
-                    copier.copy(batch)
+                    copier.copy(batch, summed=checksum is not None)
                     copied += sum(nbytes for _, _, nbytes in batch)
                 except ChannelLost as failure:
                     wanted, error = False, failure

@@ -1,30 +1,22 @@
 """Making ``shim.c`` into a library, once per machine, source and release of UCX.
 
 The system's UCX comes first: distributions build it with verbs, the wheel on PyPI (``libucx-cu12``) is built without,
-and can never do RDMA. The result is kept in the user's cache.
+and can never do RDMA.
 """
 
 from __future__ import annotations
 
 import ctypes.util
-import hashlib
-import os
 import re
-import shutil
-import subprocess
-import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from platformdirs import user_cache_path
-
+from kv_transfer.compiling import compiled
 from protocol.errors import ConfigError
 
 SOURCE = Path(__file__).with_name("shim.c")
 SYSTEM_INCLUDES = (Path("/usr/include"), Path("/usr/local/include"))
-COMPILERS = ("cc", "gcc", "clang")
 WANTED = "install UCX with its headers (Debian, Ubuntu: libucx-dev) or the package libucx-cu12"
 OLDEST = (1, 13)
 _VERSION = re.compile(r"UCP_API_(MAJOR|MINOR)\s+(\d+)")
@@ -93,19 +85,6 @@ def _wheel() -> Installation | str:
     return "the package libucx is not installed"
 
 
-def find_compiler() -> str:
-    """Path of a C compiler.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    for name in COMPILERS:
-        found = shutil.which(name)
-        if found is not None:
-            return found
-    raise ConfigError(f"the ucx transport needs a C compiler, and none of {', '.join(COMPILERS)} is here", field="PATH")
-
-
 def built(ucx: Installation, cache: Path | None = None) -> Path:
     """The shim for ``ucx``, made now if it is not in the cache.
 
@@ -116,22 +95,8 @@ def built(ucx: Installation, cache: Path | None = None) -> Path:
     Raises:
         ConfigError: there is no compiler, it fails, or the cache cannot be written.
     """
-    flags = _flags(ucx)
-    mark = hashlib.sha256(SOURCE.read_bytes() + repr((flags, ucx.version)).encode()).hexdigest()[:24]
-    folder = cache if cache is not None else user_cache_path("kvferry") / "ucx"
-    target = folder / f"shim-{ucx.version[0]}.{ucx.version[1]}-{mark}.so"
-    if not target.exists():
-        compiler = find_compiler()
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder) as scratch:
-                fresh = Path(scratch) / target.name
-                _compile([compiler, "-o", str(fresh), str(SOURCE), *flags], ucx)
-                # Two processes may build at once: either file is whole, and the last stays.
-                os.replace(fresh, target)
-        except OSError as error:
-            raise ConfigError(f"cannot keep the ucx transport's library in {folder}: {error}", field="cache") from error
-    return target
+    label = f"ucx-{ucx.version[0]}.{ucx.version[1]}"
+    return compiled(SOURCE, _flags(ucx), owner="the ucx transport", label=label, against=ucx.name, cache=cache)
 
 
 def _flags(ucx: Installation) -> tuple[str, ...]:
@@ -139,10 +104,3 @@ def _flags(ucx: Installation) -> tuple[str, ...]:
     if ucx.libraries is not None:
         flags += [f"-L{ucx.libraries}", f"-Wl,-rpath,{ucx.libraries}"]
     return (*flags, "-lucp", "-luct", "-lucs")
-
-
-def _compile(command: Sequence[str], ucx: Installation) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 -- our own source
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()[-5:]
-        raise ConfigError(f"{command[0]} cannot build shim.c with {ucx.name}: {' / '.join(lines)}", field="transport")
