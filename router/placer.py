@@ -19,7 +19,7 @@ from router.forecast import forecast
 from router.kv_feed import KVFeeds
 from router.local_prefill import LocalPrefillRule, decide
 from router.policy import Choice, Demand, Placement, Snapshot
-from router.prompt_chain import PromptChains
+from router.prompt_chain import Prompt
 from router.registry import Worker, WorkerRegistry
 
 GAIN = 0.1
@@ -73,26 +73,26 @@ class Placer:
             return self.feeds.events(peer, message, now)
         return self.feeds.snapshot(peer, message, now)
 
-    def look(self, chains: PromptChains, demand: Demand, now: float) -> tuple[Snapshot, Choice]:
+    def look(self, prompt: Prompt, demand: Demand, now: float) -> tuple[Snapshot, Choice]:
         """The best pair for a prompt, and what it was chosen from; nothing is changed by it.
 
         Raises:
             NoWorkerAvailable: there is none; says which role is missing.
         """
         self._see(now)
-        length = len(chains.token_ids)
-        told = forecast(self._fleet, length, self._cached(chains), now, self._config.slow_start)
+        length = prompt.length
+        told = forecast(self._fleet, length, self._cached(prompt), now, self._config.slow_start)
         snapshot = Snapshot(self._fleet, told)
         return snapshot, decide(self._config.policy, snapshot, demand, self._config.local_prefill)
 
-    def place(self, chains: PromptChains, demand: Demand, key: RequestKey, now: float) -> tuple[Placement, Decision]:
+    def place(self, prompt: Prompt, demand: Demand, key: RequestKey, now: float) -> tuple[Placement, Decision]:
         """As :meth:`look`, and reckon with the work from now on.
 
         Raises:
             NoWorkerAvailable: there is none; says which role is missing.
             TargetOutOfReach: there is, but none is predicted to give the first token in time.
         """
-        snapshot, choice = self.look(chains, demand, now)
+        snapshot, choice = self.look(prompt, demand, now)
         fleet, told = self._fleet, snapshot.forecast
         if demand.ttft_target and not choice.local:
             rows = fleet.able("prefill")
@@ -123,8 +123,8 @@ class Placer:
             attempt=key.attempt,
             policy=self._config.policy,
             at=now,
-            prompt_tokens=len(chains.token_ids),
-            cached_tokens=len(chains.token_ids) - int(told.uncached[choice.prefill]),
+            prompt_tokens=prompt.length,
+            cached_tokens=prompt.length - int(told.uncached[choice.prefill]),
             local_prefill=choice.local,
             prefill=prefill.peer,
             decode=None if decode is None else decode.peer,
@@ -165,12 +165,12 @@ class Placer:
         for name in self._fleet.see(workers, now):
             self.feeds.forget(name)
 
-    def _cached(self, chains: PromptChains) -> Floats:
+    def _cached(self, prompt: Prompt) -> Floats:
         """Tokens of the prompt that each worker has."""
         cached = np.zeros(len(self._fleet))
-        if self.index.blocks and chains.token_ids:
+        if self.index.blocks and prompt.length:
             for size, rows in self._fleet.block_sizes().items():
-                cached += self.index.depths(chains.of(size).pieces(), rows, len(self._fleet)) * size
+                cached += self.index.depths(prompt.keys(size), rows, len(self._fleet)) * size
         return cached
 
     def _candidates(self, rows: Rows, fields: tuple[str, ...], columns: tuple[Floats, ...]) -> Candidates:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import numpy as np
 
@@ -12,6 +13,17 @@ from router.block_table import Array
 
 PIECE = 64
 """Blocks in the first part; each further one is twice as long. A prompt that nobody knows is hashed no further."""
+
+
+class Prompt(Protocol):
+    """What placement sees of a prompt."""
+
+    @property
+    def length(self) -> int:
+        """Its tokens."""
+
+    def keys(self, block_size: int) -> Iterator[Array]:
+        """Of its full blocks of that many tokens, in order, in parts."""
 
 
 class PromptChain:
@@ -54,6 +66,15 @@ class PromptChains:
         self.token_ids = token_ids
         self._salt = salt
         self._chains: dict[int, PromptChain] = {}
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.token_ids)
+
+    def keys(self, block_size: int) -> Iterator[Array]:
+        """Of its full blocks of that many tokens, in order, in parts."""
+        return self.of(block_size).pieces()
 
     def grow(self, token_ids: tuple[int, ...]) -> None:
         """As :meth:`PromptChain.grow`."""

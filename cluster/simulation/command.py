@@ -1,0 +1,121 @@
+"""``kvferry simulate``: the options. Heavy imports happen inside, so that ``--help`` is quick."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from cluster.bench.options import Json, Plot
+
+
+def simulate_command(
+    trace: Annotated[
+        str, typer.Option(help="A kind of load, as for bench serve, or a file in Mooncake's format.")
+    ] = "multi-turn",
+    workers: Annotated[str, typer.Option(help="As 32P32D.")] = "4P4D",
+    policy: Annotated[str, typer.Option(help="Several with commas, or all.")] = "cost,round_robin",
+    requests: Annotated[int, typer.Option(min=1, help="Of the trace, at most.")] = 10_000,
+    rate: Annotated[
+        float | None, typer.Option(help="Requests a second; default: a file's own times, else by --load.")
+    ] = None,
+    load: Annotated[
+        float, typer.Option(min=0.01, max=10, help="Of what the workers could do if nothing were cached.")
+    ] = 0.7,
+    seed: Annotated[int, typer.Option(min=0, help="Of the trace and of when heartbeats come.")] = 0,
+    profile: Annotated[
+        str, typer.Option(help="smollm2-cpu, a100-llama8b, h100-llama8b, h100x8-llama70b, or a JSON file.")
+    ] = "h100-llama8b",
+    link_gbps: Annotated[float, typer.Option(min=0.001, max=1e5, help="Of each worker, in Gbit/s.")] = 100.0,
+    latency: Annotated[float, typer.Option(min=0, max=10, help="Of a message, in seconds.")] = 2e-4,
+    routers: Annotated[int, typer.Option(min=1, max=64, help="Requests take turns at them.")] = 1,
+    ttft_target: Annotated[
+        float, typer.Option(min=0, help="Seconds; a request that is not predicted to meet it is refused. 0: none.")
+    ] = 0.0,
+    slo: Annotated[str, typer.Option(help="As ttft=1,tpot=0.05; default: the profile's.")] = "",
+    failures: Annotated[
+        str, typer.Option(help="As decode-3@20+10: dies after 20 s, and is back 10 s later. Several with commas.")
+    ] = "",
+    max_tokens: Annotated[int, typer.Option(min=64, max=1 << 20, help="Of a prompt and its answer.")] = 32_768,
+    json: Json = None,
+    plot: Plot = None,
+) -> None:
+    """Run a trace through a simulated cluster, with the router's own placement, once for each policy.
+
+    The clock is the simulation's: a thousand workers and a million requests take minutes.
+    """
+    from dataclasses import replace
+    from importlib.metadata import version
+
+    from rich.progress import Progress
+
+    from cluster.bench.output import standard_output, tell, write_json
+    from cluster.bench.picture import check_files
+    from cluster.bench.traces.kind import KINDS
+    from cluster.bench.traces.options import TraceOptions
+    from cluster.bench.traces.registry import stream_trace
+    from cluster.signals import exit_on_terminate
+    from cluster.simulation.figures import SimulationReport, remarks, simulation_table
+    from cluster.simulation.picture import write_plot
+    from cluster.simulation.profile import profile_of
+    from cluster.simulation.rate import SAMPLE, capacity
+    from cluster.simulation.scenario import Scenario, parse_failures, parse_policies, parse_slo, parse_workers
+    from cluster.simulation.simulation import simulate
+
+    check_files(json, plot)
+    engine = profile_of(profile)
+    prefill, decode = parse_workers(workers)
+    ttft, tpot = parse_slo(slo, engine)
+    scenario = Scenario(
+        profile=engine,
+        prefill=prefill,
+        decode=decode,
+        routers=routers,
+        seed=seed,
+        link=link_gbps * 1e9 / 8,
+        latency=latency,
+        ttft_target=ttft_target,
+        ttft=ttft,
+        tpot=tpot,
+        failures=parse_failures(failures),
+    )
+    policies = parse_policies(policy)
+    options = TraceOptions(name=trace, requests=requests, rate=rate, seed=seed, max_tokens=max_tokens)
+    if rate is None and trace in KINDS:
+        sample = stream_trace(replace(options, requests=min(requests, SAMPLE), rate=1.0))
+        options = replace(options, rate=load * capacity(scenario, sample))
+    errors = Console(stderr=True)
+    found = []
+    with exit_on_terminate(), Progress(console=errors, transient=True, disable=not errors.is_terminal) as bars:
+        for name in policies:
+            bar = bars.add_task(name, total=requests)
+            run = simulate(
+                replace(scenario, policy=name),
+                stream_trace(options),
+                requests,
+                lambda done, bar=bar: bars.update(bar, completed=done),  # type: ignore[misc]
+            )
+            found.append(run)
+    report = SimulationReport(
+        kvferry=version("kvferry"),
+        trace=trace,
+        requests=requests,
+        rate=options.rate,
+        seed=seed,
+        profile=profile,
+        workers=workers,
+        routers=routers,
+        link_gbps=link_gbps,
+        ttft_target=ttft_target,
+        ttft=ttft,
+        tpot=tpot,
+        failures=failures,
+        figures=tuple(found),
+    )
+    headline = f"{trace}: {found[0].requests} requests on {workers} of {profile}, {link_gbps:g} Gbit/s each"
+    tell(standard_output(), headline, simulation_table(found), remarks(report))
+    if json is not None:
+        write_json(report, json)
+    if plot is not None:
+        write_plot(report, plot)

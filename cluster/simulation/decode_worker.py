@@ -1,0 +1,206 @@
+"""A decode worker: room for sequences, in the order in which they came, and steps of all those whose blocks are there.
+
+Life cycle of a job here: waiting, reserved for (its whole output at once, so that none has to make room), landed,
+stepped from the next step on, ended. Steps are not done one by one: while the same sequences run, the time of any
+number of steps is a formula, and only those are looked at in which one joins or ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from heapq import heappop, heappush
+
+from cluster.simulation.job import Job
+from cluster.simulation.link import Link
+from cluster.simulation.simulated_worker import SimulatedWorker, Site, Tally
+from protocol.ids import Peer, Role
+from protocol.messages import WorkerLoad
+
+
+class DecodeWorker(SimulatedWorker):
+    """One of them.
+
+    Args:
+        peer, site, link, tally: see :class:`~cluster.simulation.simulated_worker.SimulatedWorker`.
+        reserved: is told when there is room for a job.
+        ended: is told when a job has its last token.
+    """
+
+    role: Role = "decode"
+
+    def __init__(
+        self,
+        peer: Peer,
+        site: Site,
+        link: Link,
+        tally: Tally,
+        reserved: Callable[[Job], None],
+        ended: Callable[[Job], None],
+    ) -> None:
+        super().__init__(peer, site, link, tally)
+        self._reserved = reserved
+        self._ended = ended
+        self._waiting: deque[Job] = deque()
+        self._expected = 0
+        self._landed: list[Job] = []
+        self._ends: list[tuple[int, int, Job]] = []
+        self._order = 0
+        # Since ``_since``, when ``_steps`` were done, the sequences are the same; they had ``_context`` tokens then.
+        self._since = 0.0
+        self._steps = 0
+        self._context = 0
+        self._plan = 0
+        self._tokens = 0
+
+    def receive(self, job: Job) -> None:
+        """Room is wanted for a job."""
+        if self.alive:
+            self._waiting.append(job)
+            self._let_in()
+
+    def land(self, job: Job) -> None:
+        """A job's blocks are here."""
+        stay = job.there
+        if not self.alive or stay is None:
+            return
+        if job.given_up:
+            self.drop(job)
+            return
+        self._seal(stay, job.prompt.blocks[stay.found : job.prompt.length // self._size])
+        self._expected -= 1
+        self._landed.append(job)
+        self._replan()
+
+    def drop(self, job: Job) -> None:
+        """Nobody wants a job any more, wherever it is."""
+        job.given_up = True
+        stay = job.there
+        if not self.alive or stay is None:
+            return
+        job.there = None
+        if job in self._landed:
+            self._landed.remove(job)
+        elif job.joined >= 0:
+            self._catch_up(self._step_at(self._agenda.now))
+            self._context -= self._context_of(job)
+            self._ends = [each for each in self._ends if each[2] is not job]
+            self._ends.sort()
+        else:
+            self._expected -= 1
+        self._leave(stay)
+        self._let_in()
+        self._replan()
+
+    def emitted(self, job: Job) -> int:
+        """Tokens of a job that have come so far, prefill's not counted."""
+        return 0 if job.joined < 0 else max(0, min(self._step_at(self._agenda.now) - job.joined, job.output - 1))
+
+    def load(self) -> WorkerLoad:
+        """As the next heartbeat has it."""
+        return WorkerLoad(
+            pool=self._cache.counts,
+            waiting=len(self._waiting) + self._expected + len(self._landed),
+            running=len(self._ends),
+            open_imports=self._expected,
+            steps=self._step_at(self._agenda.now),
+            decode_tokens=self._tokens,
+            kv_bytes=self.link.nbytes,
+            kv_seconds=self.link.seconds,
+            step_fixed=self._pace.fixed,
+            step_per_token=self._pace.per_token,
+        )
+
+    def _let_in(self) -> None:
+        while self._waiting and self._expected + len(self._landed) + len(self._ends) < self._profile.max_sequences:
+            job = self._waiting[0]
+            if not job.given_up:
+                stay = self._take(job, job.prompt.length + job.output)
+                if stay is None:
+                    return
+                job.there, job.reserved = stay, self._agenda.now
+                self._expected += 1
+                self._reserved(job)
+            self._waiting.popleft()
+
+    def _pace_now(self) -> tuple[float, float]:
+        """Seconds of the next step, and by how much each one after it takes longer."""
+        profile, count = self._profile, len(self._ends)
+        first = profile.decode_fixed + profile.decode_per_sequence * count + profile.decode_per_context * self._context
+        return first, profile.decode_per_context * count
+
+    def _time_of(self, steps: int) -> float:
+        """What so many steps take from ``_since`` on."""
+        first, growth = self._pace_now()
+        return steps * first + 0.5 * growth * steps * (steps - 1)
+
+    def _step_at(self, now: float) -> int:
+        """Steps that are done by then."""
+        if not self._ends:
+            return self._steps
+        first, growth = self._pace_now()
+        past = now - self._since + 1e-9
+        half = first - 0.5 * growth
+        if growth * past < 1e-9 * half * half:
+            return self._steps + int(past / half)
+        return self._steps + int((math.sqrt(half * half + 2.0 * growth * past) - half) / growth)
+
+    def _catch_up(self, steps: int) -> None:
+        """Account for all steps up to that number."""
+        done, count = steps - self._steps, len(self._ends)
+        if not done or not count:
+            return
+        took = self._time_of(done)
+        self._pace.add(count, took / done)
+        self._since += took
+        self._steps = steps
+        self._context += done * count
+        self._tokens += done * count
+        self.tally.steps += done
+        self.tally.tokens += done * count
+        self.tally.busy += took
+
+    def _replan(self) -> None:
+        """Say when next a sequence ends, or joins."""
+        self._plan += 1
+        if not self._ends:
+            if self._landed:
+                self._since = self._agenda.now
+                self._turn(self._plan, self._steps)
+            return
+        step = self._ends[0][0]
+        if self._landed:
+            # A step is under way: who has landed joins the next.
+            step = min(step, self._step_at(self._agenda.now) + 1)
+        self._agenda.at(self._since + self._time_of(step - self._steps), self._turn, self._plan, step)
+
+    def _turn(self, plan: int, step: int) -> None:
+        """Between two steps."""
+        if plan != self._plan or not self.alive:
+            return
+        self._catch_up(step)
+        ends = self._ends
+        while ends and ends[0][0] <= step:
+            self._end(heappop(ends)[2])
+        for job in self._landed:
+            job.joined = step
+            self._order += 1
+            self._context += job.prompt.length + 1
+            heappush(ends, (step + job.output - 1, self._order, job))
+        self._landed = []
+        self._let_in()
+        self._replan()
+
+    def _context_of(self, job: Job) -> int:
+        return job.prompt.length + 1 + self._steps - job.joined
+
+    def _end(self, job: Job) -> None:
+        stay = job.there
+        assert stay is not None, "it was reserved for"
+        self._context -= self._context_of(job)
+        full = (job.prompt.length + job.output) // self._size
+        self._seal(stay, job.prompt.blocks[job.prompt.length // self._size : full])
+        self._leave(stay)
+        job.there = None
+        self._ended(job)

@@ -1,0 +1,217 @@
+"""A router: the real registry, placer, feeds and breakers, told of what simulated workers send.
+
+Life cycle of a request here: arrived, placed, first token, decoding, ended; after the loss of a worker that it needs it
+is placed again, with its prompt and the tokens that have come, as the request machine does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from cluster.simulation.agenda import Agenda
+from cluster.simulation.job import Job
+from cluster.simulation.prompt import SimulatedPrompt
+from cluster.simulation.record import Outcome, Records, Request
+from cluster.simulation.simulated_worker import MODEL
+from protocol.errors import NoWorkerAvailable, TargetOutOfReach
+from protocol.ids import Peer, RequestKey
+from protocol.kv_events import KVEvents, KVFollow, KVSnapshot
+from protocol.messages import Heartbeat, Message
+from router.breaker import BreakerLimits, Breakers
+from router.config import RouterConfig
+from router.placer import Placer, PlacerConfig
+from router.policy import Demand, Placement
+from router.registry import WorkerEvent, WorkerJoined, WorkerRegistry
+
+TICK = 0.1
+"""Seconds between two looks at who has fallen silent."""
+
+Open = Callable[[Request, SimulatedPrompt, Placement], Job]
+Close = Callable[[Job], int]
+Send = Callable[[Peer, Peer, KVFollow], None]
+
+
+class SimulatedRouter:
+    """One router.
+
+    Args:
+        name: of it.
+        config: settings of a real one; the simulated ones heed those about placement and waiting.
+        agenda: of the run.
+        records: of all requests.
+        send: sends a worker a message.
+        open_job: sends a job to the workers of a placement.
+        close_job: calls it back; returns how many tokens have come of it after the first.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: RouterConfig,
+        agenda: Agenda,
+        records: Records,
+        send: Send,
+        open_job: Open,
+        close_job: Close,
+    ) -> None:
+        self.peer = Peer(name, 1)
+        self._config = config
+        self._agenda = agenda
+        self._records = records
+        self._send = send
+        self._open = open_job
+        self._close = close_job
+        self._registry = WorkerRegistry(config.worker_timeout, config.step_age_bound, config.forget_after)
+        placing = PlacerConfig(
+            MODEL, config.policy, slow_start=config.slow_start, explained_requests=config.explained_requests
+        )
+        self.placer = Placer(placing, self._registry)
+        self._breakers = Breakers(
+            BreakerLimits(
+                failures=config.breaker_failures, window=config.breaker_window, cooldown=config.breaker_cooldown
+            )
+        )
+        self._live: dict[int, Request] = {}
+        self._waiting: dict[int, Request] = {}
+        self._turn = 0
+
+    def tick(self) -> None:
+        """Look who has fallen silent, and again and again."""
+        now = self._agenda.now
+        self._workers_changed(self._registry.tick(now))
+        for request in [each for each in self._waiting.values() if each.wait_until <= now]:
+            self._end(request, Outcome.FAILED)
+        self._agenda.after(TICK, self.tick)
+
+    def hear(self, sender: Peer, message: Message) -> None:
+        """A worker's message has come."""
+        now = self._agenda.now
+        answer: KVFollow | None = None
+        match message:
+            case Heartbeat():
+                self._workers_changed(self._registry.heartbeat(sender, sender.name.encode(), message, now))
+                answer = self.placer.heartbeat(sender, message.kv_sequence, now)
+            case KVEvents() | KVSnapshot():
+                answer = self.placer.told(sender, message, now)
+        if answer is not None:
+            self._send(self.peer, sender, answer)
+
+    def disconnected(self, peer: Peer) -> None:
+        """A worker's connection has ended."""
+        self._registry.disconnected(peer.name.encode(), self._agenda.now)
+
+    def arrive(self, request: Request) -> None:
+        """A client asks."""
+        self._live[request.number] = request
+        if len(self._live) > self._config.max_requests:
+            self._end(request, Outcome.REFUSED)
+            return
+        self._place(request)
+
+    def first_token(self, job: Job) -> None:
+        """Prefill's token has come."""
+        request, now = job.request, self._agenda.now
+        if request.job is not job:
+            return
+        if request.decision is not None:
+            self.placer.first_token(request.decision, now)
+        if request.first is None:
+            self._records.first_token(request, now)
+        if job.decode is None:
+            self._answered(job)
+            self._end(request, Outcome.FINISHED)
+
+    def last_token(self, job: Job) -> None:
+        """Decode has come to its end."""
+        request, now = job.request, self._agenda.now
+        if request.job is not job:
+            return
+        self._answered(job)
+        if request.decision is not None and request.first is not None and not request.attempt:
+            self.placer.ended(request.decision, request.trace.output_tokens, now - request.first)
+        self._end(request, Outcome.FINISHED)
+
+    def _answered(self, job: Job) -> None:
+        for worker in (job.prefill, job.decode):
+            if worker is not None:
+                self._breakers.answered(worker.peer, self._agenda.now)
+
+    def _place(self, request: Request) -> None:
+        now, trace = self._agenda.now, request.trace
+        prompt = request.prompt.with_answer(request.emitted) if request.emitted else request.prompt
+        output = trace.output_tokens - request.emitted
+        demand = Demand(
+            needs_decode=output > 1,
+            excluded=request.excluded,
+            turn=self._turn,
+            prompt_tokens=prompt.length,
+            output=output,
+            session=str(trace.session),
+            ttft_target=0.0 if request.attempt else self._config.ttft_target,
+            barred=self._breakers.barred(now),
+        )
+        key = RequestKey(f"r{request.number}", request.attempt)
+        try:
+            placement, decision = self.placer.place(prompt, demand, key, now)
+        except TargetOutOfReach:
+            self._end(request, Outcome.REFUSED)
+            return
+        except NoWorkerAvailable:
+            self._wait(request)
+            return
+        self._turn += 1
+        self._waiting.pop(request.number, None)
+        self.placer.explanations.keep(key.request_id, decision)
+        for peer in placement.peers:
+            self._breakers.chosen(peer, now)
+        request.decision = decision
+        request.job = self._open(request, prompt, placement)
+
+    def _wait(self, request: Request) -> None:
+        if request.number not in self._waiting:
+            wait = self._config.worker_wait if request.attempt else self._config.worker_wait_first
+            if wait <= 0:
+                self._end(request, Outcome.FAILED)
+                return
+            request.wait_until = self._agenda.now + wait
+            self._waiting[request.number] = request
+
+    def _workers_changed(self, events: Iterable[WorkerEvent]) -> None:
+        for event in events:
+            if isinstance(event, WorkerJoined):
+                for request in list(self._waiting.values()):
+                    self._place(request)
+                continue
+            self._breakers.failed(frozenset({event.peer}), event.reason, self._agenda.now)
+            for request in list(self._live.values()):
+                if request.job is not None and _needs(request.job, event.peer):
+                    self._again(request, event.peer)
+
+    def _again(self, request: Request, lost: Peer) -> None:
+        job = request.job
+        assert job is not None, "it was placed"
+        came = self._close(job)
+        # Its first token may have been on the way, and is not counted then.
+        request.emitted += came + 1 if request.first is not None and job.first is not None else 0
+        request.job = None
+        request.attempt += 1
+        request.excluded |= {lost}
+        self._records.retries += 1
+        if request.attempt >= self._config.max_attempts:
+            self._end(request, Outcome.FAILED)
+        elif request.emitted >= request.trace.output_tokens:
+            self._end(request, Outcome.FINISHED)
+        else:
+            self._place(request)
+
+    def _end(self, request: Request, outcome: Outcome) -> None:
+        self._live.pop(request.number, None)
+        self._waiting.pop(request.number, None)
+        self._records.end(request, outcome, self._agenda.now)
+
+
+def _needs(job: Job, peer: Peer) -> bool:
+    """Once the sequence runs, prefill's loss is nothing to it."""
+    if job.decode is not None and job.decode.peer == peer:
+        return True
+    return job.prefill.peer == peer and job.joined < 0

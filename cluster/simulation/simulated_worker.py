@@ -1,0 +1,156 @@
+"""What prefill and decode workers have in common: a pool, a prefix cache that they tell of, a pace, and a heartbeat."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from cluster.simulation.agenda import Agenda
+from cluster.simulation.block_cache import BlockCache
+from cluster.simulation.job import Job, Stay
+from cluster.simulation.link import Link
+from cluster.simulation.profile import EngineProfile
+from engine.step_pace import StepPace
+from protocol.ids import Peer, Role
+from protocol.kv_events import KVFollow
+from protocol.kv_publisher import KVPublisher
+from protocol.messages import Heartbeat, Message, WorkerLoad, WorkerProfile
+
+MODEL = "simulated"
+HEARTBEAT = 0.5
+"""Seconds between two heartbeats."""
+FLUSH = 0.1
+"""Seconds between two messages about the prefix cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What all workers of a run share.
+
+    Attributes:
+        agenda: of the run.
+        profile: of each engine.
+        latency: seconds that a message takes.
+        tell: takes what a worker sends to its routers, and when it comes.
+    """
+
+    agenda: Agenda
+    profile: EngineProfile
+    latency: float
+    tell: Callable[[Peer, Message], None]
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a worker has done, over all its lives.
+
+    Attributes:
+        busy: seconds in steps.
+        steps, tokens: that it computed: of prompts, or of outputs.
+        found: tokens of prompts that it had.
+    """
+
+    busy: float = 0.0
+    steps: int = 0
+    tokens: int = 0
+    found: int = 0
+
+
+class SimulatedWorker:
+    """One life of one worker; a kind of it says what it does with its jobs.
+
+    Attributes:
+        peer: its name and incarnation.
+        tally: of all lives.
+        link: its network.
+        alive: whether anything still happens here.
+    """
+
+    role: Role
+
+    def __init__(self, peer: Peer, site: Site, link: Link, tally: Tally) -> None:
+        self.peer = peer
+        self.tally = tally
+        self.link = link
+        self.alive = True
+        self._site = site
+        self._agenda = site.agenda
+        self._profile = site.profile
+        self._size = site.profile.layout.block_size
+        self._cache = BlockCache(site.profile.num_blocks)
+        self._publisher = KVPublisher(self._cache.changes.take, self._cache.everything)
+        self._pace = StepPace()
+        self._flushing = False
+        self._told = WorkerProfile(
+            role=self.role,
+            model=MODEL,
+            vocab_size=1 << 17,
+            max_model_len=1 << 20,
+            layout=site.profile.layout,
+            num_blocks=site.profile.num_blocks,
+            peer_endpoint="tcp://simulated:1" if self.role == "prefill" else "",
+            step_tokens=site.profile.step_tokens if self.role == "prefill" else 0,
+        )
+
+    def load(self) -> WorkerLoad:
+        """As the next heartbeat has it."""
+        raise NotImplementedError
+
+    def beat(self) -> None:
+        """Send a heartbeat, and again and again."""
+        if self.alive:
+            self._site.tell(self.peer, Heartbeat(self._told, self.load(), kv_sequence=self._publisher.sequence))
+            self._agenda.after(HEARTBEAT, self.beat)
+
+    def follow(self, router: Peer, message: KVFollow) -> None:
+        """A router wants to be told of the prefix cache."""
+        if not self.alive:
+            return
+        self._flush()
+        for page in self._publisher.follow(router, message, self._agenda.now):
+            self._site.tell(self.peer, page)
+
+    def cached_keys(self) -> Iterable[bytes]:
+        """Of all blocks that a prompt finds here."""
+        return self._cache.everything()
+
+    def die(self) -> None:
+        """Nothing happens here any more."""
+        self.alive = False
+
+    def _changed(self) -> None:
+        """The cache has changed, or may have: tell of it with the next message."""
+        if not self._flushing:
+            self._flushing = True
+            self._agenda.after(FLUSH, self._flush_due)
+
+    def _flush_due(self) -> None:
+        self._flushing = False
+        if self.alive:
+            self._flush()
+
+    def _flush(self) -> None:
+        events = self._publisher.flush()
+        if events and self._publisher.followers(self._agenda.now):
+            for event in events:
+                self._site.tell(self.peer, event)
+
+    def _take(self, job: Job, tokens: int) -> Stay | None:
+        """Room for so many tokens of which the prompt's first ones may be here; None where there is none."""
+        blocks = job.prompt.blocks[: job.prompt.length // self._size]
+        found = self._cache.hits(blocks)
+        fresh = -(-tokens // self._size) - found
+        if not self._cache.take(blocks[:found], fresh):
+            return None
+        self._changed()
+        return Stay(found, blocks[:found], fresh)
+
+    def _seal(self, stay: Stay, blocks: list[bytes]) -> None:
+        """What was taken without a name holds these now."""
+        named = self._cache.seal(blocks)
+        stay.named += named
+        stay.unnamed -= len(named)
+        self._changed()
+
+    def _leave(self, stay: Stay) -> None:
+        self._cache.release(stay.named, stay.unnamed)
