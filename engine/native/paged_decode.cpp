@@ -34,11 +34,34 @@ struct Running {
     Floats out[kMostChunks] = {};
 };
 
-// Where the tokens of a run lie, and those of the next, of which `ahead` are there.
+// Where the tokens of a run lie.
 template <class C>
 struct Run {
-    const C *k, *v, *next_k, *next_v;
-    int tokens, ahead;
+    const C *k, *v;
+    int tokens;
+};
+
+// What comes next of K and V, asked for piece by piece in the order in which it lies, so that the hardware sees where it
+// goes and runs ahead: a core alone waits for no more lines at a time than hide half of the memory's latency.
+struct Ahead {
+    const char *k, *v;       // of the row that is due
+    int64_t rows, stride;    // rows that are left; bytes from one to the next
+    int64_t size, done;      // bytes of a row
+    int64_t piece;           // bytes to ask for at a time
+
+    void step() {
+        if (rows <= 0) return;
+        for (int64_t at = done; at < done + piece; at += 64) {
+            __builtin_prefetch(k + at);  // tiles are loaded line by line: from the nearest cache, or slowly
+            __builtin_prefetch(v + at, 0, 2);
+        }
+        done += piece;
+        if (done < size) return;
+        done = 0;
+        k += stride;
+        v += stride;
+        --rows;
+    }
 };
 
 struct Shape {
@@ -84,11 +107,11 @@ void tiled_dots(const uint32_t (*packed)[16][kMostHeads], const Run<bf16>& run, 
     _tile_zero(0);
     _tile_zero(1);
     for (int64_t part = 0; part < shape.dim / 32; part += 2) {
-        _tile_loadd(2, run.k + part * 32, shape.stride * 2);
+        _tile_stream_loadd(2, run.k + part * 32, shape.stride * 2);
         _tile_loadd(4, packed[part], 16);
         _tile_dpbf16ps(0, 2, 4);
         if (part + 1 == shape.dim / 32) break;
-        _tile_loadd(3, run.k + (part + 1) * 32, shape.stride * 2);
+        _tile_stream_loadd(3, run.k + (part + 1) * 32, shape.stride * 2);
         _tile_loadd(5, packed[part + 1], 16);
         _tile_dpbf16ps(1, 3, 5);
     }
@@ -128,18 +151,13 @@ inline float weigh(float* scores, int tokens, const Shape& shape, Running& runni
 // N chunks of the values, from chunk `c` on, of G heads.
 template <class C, int G, int N, bool fetches>
 void add_values(const Run<C>& run, const Shape& shape, int c, const float (*weights)[kLanes], const float* rescale,
-                Running* running) {
-    constexpr int line = 64 / static_cast<int>(sizeof(C));
+                Ahead& ahead, Running* running) {
     const int left = static_cast<int>(shape.dim) - c * kLanes;
     Floats out[G][N];
     for (int g = 0; g < G; ++g)
         for (int n = 0; n < N; ++n) out[g][n] = running[g].out[c + n] * rescale[g];
     for (int t = 0; t < run.tokens; ++t) {
-        if (fetches && t < run.ahead)
-            for (int at = 0; at < shape.dim; at += line) {
-                __builtin_prefetch(run.next_k + t * shape.stride + at);
-                __builtin_prefetch(run.next_v + t * shape.stride + at);
-            }
+        if (fetches) ahead.step();
         const C* from = run.v + t * shape.stride + c * kLanes;
         Floats values[N];
         for (int n = 0; n < N; ++n)
@@ -153,18 +171,18 @@ void add_values(const Run<C>& run, const Shape& shape, int c, const float (*weig
 
 template <class C, int G>
 void add_all_values(const Run<C>& run, const Shape& shape, const float (*weights)[kLanes], const float* rescale,
-                    bool fetches, Running* running) {
+                    bool fetches, Ahead& ahead, Running* running) {
     constexpr int together = 4;  // chunks: with four heads, half of the registers
     int c = 0;
     if (shape.dim < together * kLanes && fetches) {
-        add_values<C, G, 1, true>(run, shape, c++, weights, rescale, running);
+        add_values<C, G, 1, true>(run, shape, c++, weights, rescale, ahead, running);
     } else if (fetches) {
-        add_values<C, G, together, true>(run, shape, c, weights, rescale, running);
+        add_values<C, G, together, true>(run, shape, c, weights, rescale, ahead, running);
         c += together;
     }
     for (; (c + together) * kLanes <= shape.dim; c += together)
-        add_values<C, G, together, false>(run, shape, c, weights, rescale, running);
-    for (; c < shape.chunks; ++c) add_values<C, G, 1, false>(run, shape, c, weights, rescale, running);
+        add_values<C, G, together, false>(run, shape, c, weights, rescale, ahead, running);
+    for (; c < shape.chunks; ++c) add_values<C, G, 1, false>(run, shape, c, weights, rescale, ahead, running);
 }
 
 // Calls `run` with a number that is known when compiling, 1 to 4.
@@ -334,13 +352,13 @@ class Attention {
         for (int64_t token = task.begin; token < task.end;) {
             const int tokens = reach(token);
             const int64_t next = token + tokens;
-            const int ahead = next < task.end ? reach(next) : 0;
+            Ahead ahead = ahead_of(task, next < task.end ? reach(next) : 0, place(next < task.end ? next : token, 0));
             alignas(64) float scores[kMost][kLanes];
             Run<C> runs[kMost];
             float rescale[kMost];
             for (int64_t kv = 0; kv < task.kv_count; ++kv) {
-                const int64_t here = place(token, kv), there = ahead ? place(next, kv) : here;
-                runs[kv] = {k_cache + here, v_cache + here, k_cache + there, v_cache + there, tokens, ahead};
+                const int64_t here = place(token, kv);
+                runs[kv] = {k_cache + here, v_cache + here, tokens};
                 for (int g = 0; g < heads; g += kMostHeads)
                     score(queries, static_cast<int>(kv) * heads + g, static_cast<int>(least(kMostHeads, heads - g)),
                           runs[kv], shape, scores);
@@ -351,11 +369,20 @@ class Attention {
                 for (int g = 0; g < heads; g += kMostHeads) {
                     const int64_t at = kv * heads + g;
                     by_heads(static_cast<int>(least(kMostHeads, heads - g)), [&](auto count) {
-                        add_all_values<C, count()>(runs[kv], shape, scores + at, rescale + at, g == 0, running + at);
+                        add_all_values<C, count()>(runs[kv], shape, scores + at, rescale + at, g == 0, ahead, running + at);
                     });
                 }
             token = next;
         }
+    }
+
+    // `tokens` of a task from the place of the first one on, by token or by head, as they lie.
+    Ahead ahead_of(const Task& task, int64_t tokens, int64_t place) const {
+        const int64_t width = static_cast<int64_t>(sizeof(C)), piece = shape.dim * width;
+        const bool by_token = strides[1] > strides[2];
+        const int64_t rows = by_token ? tokens : tokens > 0 ? task.kv_count : 0;
+        return {reinterpret_cast<const char*>(k_cache + place), reinterpret_cast<const char*>(v_cache + place), rows,
+                (by_token ? strides[1] : strides[2]) * width, (by_token ? task.kv_count : tokens) * piece, 0, piece};
     }
 
     void keep(const Running& one, float* kept, int64_t part, int64_t head) const {
