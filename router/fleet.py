@@ -153,6 +153,15 @@ class Fleet:
             self.prefill[row] = self.decode[row] = False
         return gone
 
+    def see_again(self, worker: Worker, now: float) -> bool:
+        """Take in a worker whose name has a row; False where it has none."""
+        row = self._rows.get(worker.peer.name)
+        if row is None:
+            return False
+        if self.workers[row] is not worker:
+            self._refresh(row, worker, now)
+        return True
+
     def charge(self, row: int, tokens: float, sequences: int) -> None:
         """This router has just sent work there."""
         self.own_tokens[row] += tokens

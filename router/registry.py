@@ -99,12 +99,16 @@ class WorkerRegistry:
         worker_timeout: seconds without a heartbeat after which a worker is lost.
         step_age_bound: seconds without a round of its step loop after which it is lost.
         forget_after: seconds after which a lost worker is dropped.
+
+    Attributes:
+        version: grows by one with each change of what :meth:`workers` gives.
     """
 
     def __init__(self, worker_timeout: float, step_age_bound: float, forget_after: float) -> None:
         self._worker_timeout = worker_timeout
         self._step_age_bound = step_age_bound
         self._forget_after = forget_after
+        self.version = 0
         self._workers: dict[str, Worker] = {}
         self._last_tick: float | None = None
 
@@ -123,7 +127,7 @@ class WorkerRegistry:
         if ended is not None and now - ended >= RECONNECT_AFTER:
             ended = None
         worker = Worker(sender, identity, message.profile, message.load, now, wedged, message.transfer, earlier, ended)
-        self._workers[sender.name] = worker
+        self._put(worker)
         events: list[WorkerEvent] = []
         if known is not None and known.live and not same:
             events.append(WorkerLost(known.peer, "a newer incarnation took its place"))
@@ -143,9 +147,9 @@ class WorkerRegistry:
 
     def disconnected(self, identity: bytes, now: float) -> None:
         """The last connection of whoever has that identity ended: its process did, or it makes another one."""
-        for name, worker in self._workers.items():
+        for worker in list(self._workers.values()):
             if worker.identity == identity and worker.live:
-                self._workers[name] = replace(worker, disconnected=now)
+                self._put(replace(worker, disconnected=now))
 
     def tick(self, now: float) -> list[WorkerEvent]:
         """Find the workers whose heartbeats or connections ended, and drop those lost for long."""
@@ -159,16 +163,17 @@ class WorkerRegistry:
             silent = now - seen
             if worker.live and silent > self._worker_timeout:
                 reason = f"no heartbeat for {silent:.1f} s"
-                self._workers[name] = replace(worker, last_seen=seen, lost=reason)
+                self._put(replace(worker, last_seen=seen, lost=reason))
                 events.append(WorkerLost(worker.peer, reason))
             elif worker.live and worker.disconnected is not None and now - worker.disconnected > RECONNECTING + excuse:
                 reason = "its connection ended"
-                self._workers[name] = replace(worker, lost=reason, disconnected=None)
+                self._put(replace(worker, lost=reason, disconnected=None))
                 events.append(WorkerLost(worker.peer, reason))
             elif not worker.live and silent > self._forget_after:
                 del self._workers[name]
+                self.version += 1
             elif excuse:
-                self._workers[name] = replace(worker, last_seen=seen)
+                self._put(replace(worker, last_seen=seen))
         return events
 
     def unreachable(self, peer: Peer) -> list[WorkerEvent]:
@@ -177,8 +182,12 @@ class WorkerRegistry:
         if worker is None or not worker.live:
             return []
         reason = "its connection is gone or too far behind"
-        self._workers[peer.name] = replace(worker, lost=reason)
+        self._put(replace(worker, lost=reason))
         return [WorkerLost(peer, reason)]
+
+    def _put(self, worker: Worker) -> None:
+        self._workers[worker.peer.name] = worker
+        self.version += 1
 
     def find(self, peer: Peer) -> Worker | None:
         """The worker of exactly this incarnation, live or lost."""
