@@ -50,7 +50,7 @@ class EngineSection(msgspec.Struct, frozen=True, kw_only=True):
         max_sequences: sequences in one step.
         attention: attention backend, or "auto".
         prefix_cache: keep and share full blocks of earlier prompts.
-        cuda_graphs: "auto" captures steps of decodes on a GPU, "off" launches them kernel by kernel.
+        cuda_graphs: "auto" captures steps of decodes where that pays, "off" launches them kernel by kernel.
         cuda_graph_batches: sizes of batch that are captured, ascending; None chooses.
         pool_memory: the pool's memory in place of num_blocks: "8GiB", or "60%" of what is free after the weights.
     """

@@ -37,7 +37,7 @@ class EngineConfig:
         attention: a registered attention backend; ``auto`` fits the device and what can be built on it.
         threads: CPU threads of the forward pass; None leaves torch's own choice.
         prefix_cache: whether full blocks are kept for later requests with the same prefix.
-        cuda_graphs: ``auto`` captures steps of decodes on a CUDA device, where model and attention allow it; ``off``
+        cuda_graphs: ``auto`` captures steps of decodes, on a CUDA device or a tape of a CPU, where that pays; ``off``
             launches them kernel by kernel.
         cuda_graph_batches: sizes of batch that are captured, ascending; a step is padded to the next of them. None
             takes powers of two and growing steps up to ``max_sequences``.

@@ -11,9 +11,9 @@ _STEPS = ((64, 8), (256, 16), (MOST, 32))
 """Up to the first number the sizes rise by the second: padding wastes less than a quarter, above 8 rows."""
 
 
-def default_batches(most: int) -> tuple[int, ...]:
-    """Powers of two up to 8, then growing steps, up to ``most`` sequences, itself included, and MOST."""
-    limit = min(most, MOST)
+def default_batches(most: int, limit: int = MOST) -> tuple[int, ...]:
+    """Powers of two up to 8, then growing steps, up to ``most`` sequences, itself included, and ``limit``."""
+    limit = min(most, limit)
     found = [1, 2, 4]
     size = 8
     for border, step in _STEPS:

@@ -1,6 +1,6 @@
-"""Work that is recorded once and replayed by one call; CUDA's graphs are the one way of it that pays.
+"""Work that is recorded once and replayed by one call: CUDA's graphs here, a CPU's tapes in a module of their own.
 
-Whoever records sees tensors and calls, and nothing of CUDA, so it runs on a CPU as well, in tests.
+Whoever records sees tensors and calls, and nothing of either.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
+
+from engine.graph_batches import MOST
 
 WARM_RUNS = 2
 """Runs before a capture: kernels are compiled and libraries take their workspaces, which no capture may do."""
@@ -19,9 +21,11 @@ class Recorder(ABC):
 
     Attributes:
         device: that computes.
+        most: sequences of the largest batch that is worth it.
     """
 
     device: torch.device
+    most: int = MOST
 
     @abstractmethod
     def record(self, run: Callable[[], None]) -> Callable[[], None]:

@@ -32,10 +32,12 @@ from engine.models import family
 from engine.models.config import ModelConfig
 from engine.models.model import Model, OnLayer
 from engine.models.tying import as_stored
+from engine.native.library import kernels_for
 from engine.pool_memory import PoolMemory
 from engine.prompt_logprobs import tell
 from engine.recorder import CudaRecorder, Recorder
 from engine.sampler import sample
+from engine.tape_recorder import TapeRecorder
 from protocol.errors import ConfigError, EngineFailure
 from protocol.layout import PADDING_BLOCK, CacheDtype, FloatDtype, KVLayout
 from protocol.sampling import SamplingParams
@@ -236,16 +238,26 @@ class ModelRunner:
         Reads the tokenizer, too, for the grammars.
 
         Args:
-            decodes: whether there will be steps of decodes alone; on a GPU they are captured then.
+            decodes: whether there will be steps of decodes alone; they are captured then, where that pays.
         """
         count = min(self.config.max_batch_tokens, self.max_model_len)
         table = [PADDING_BLOCK] * self.layout.blocks_for(count)
         greedy = SamplingParams(temperature=0.0)
         self.execute([Chunk([0] * count, 0, table, greedy)])
         self.execute([Chunk([0], 0, table, greedy)] * self.config.max_sequences)
-        if decodes and self.device.type == "cuda" and self.config.cuda_graphs == "auto":
-            self.capture_decodes(CudaRecorder(self.device))
+        if decodes and self.config.cuda_graphs == "auto" and (recorder := self._recorder()):
+            self.capture_decodes(recorder)
         self.grammars.warm_up()
+
+    def _recorder(self) -> Recorder | None:
+        """What records steps of decodes on this device; None where nothing would be gained."""
+        if self.device.type == "cuda":
+            return CudaRecorder(self.device)
+        dtype = self._backend.dtype
+        kernels = kernels_for(dtype, self.device)
+        # Without products of our own the most of a step is torch's, which Python calls either way.
+        own = kernels is not None and kernels.linear_kind > 0 and dtype == torch.bfloat16
+        return TapeRecorder(kernels) if kernels is not None and own else None
 
     def capture_decodes(self, recorder: Recorder) -> tuple[int, ...]:
         """Have steps of decodes recorded, and replayed from now on.
@@ -253,7 +265,7 @@ class ModelRunner:
         Returns:
             The sizes of batch that are; none where the model or the attention does not allow it, which is logged.
         """
-        sizes = self.config.cuda_graph_batches or default_batches(self.config.max_sequences)
+        sizes = self.config.cuda_graph_batches or default_batches(self.config.max_sequences, recorder.most)
         width = self.layout.blocks_for(self.max_model_len)
         self._graphs = DecodeGraphs(self._model, self._backend, self.cache, recorder, sizes, width)
         with self._marked():

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from engine.attention.backend import Angles, AttentionBackend, AttentionPlan, Scoring, by_token, computed_in, put
 from engine.attention.sdpa import Prompt, SDPAttention, prompts
 from engine.batch import FlatBatch
+from engine.decode_inputs import DecodeRows
 from engine.float8 import UNSCALED, Scales, is_float8
 from engine.kv_cache import TORCH_DTYPES
 from engine.native.library import CACHE_DTYPES, DTYPES, kernels_for
@@ -64,6 +65,55 @@ class NativeAttention(AttentionBackend):
         """The plan of one step."""
         return NativePlan(self, batch)
 
+    def decode_plan(self, rows: DecodeRows) -> AttentionPlan:
+        """See :meth:`AttentionBackend.decode_plan`; there is always one."""
+        return NativeDecodePlan(self, rows)
+
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,
+        angles: Angles,
+        slots: int,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scales: Scales,
+    ) -> torch.Tensor | None:
+        """As the plan's; ``slots`` is the address of an int64 for each token. None where only a part is turned."""
+        tokens, heads, dim = qkv.shape
+        q_heads = heads - 2 * self.kv_heads
+        cos, sin = angles
+        if 2 * cos.shape[-1] != dim:
+            return None
+        assert all(part.is_contiguous() for part in (qkv, cos, sin))
+        self.kernels.rope_store(
+            *(self.half, self.eighth, qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), slots),
+            *(k_cache.data_ptr(), v_cache.data_ptr(), tokens, q_heads, self.kv_heads, dim, self.block_size),
+            *(self.strides(k_cache), 1.0 / scales.k, 1.0 / scales.v, self.threads),
+        )
+        return qkv[:, :q_heads]
+
+    def decode(
+        self,
+        decodes: Decodes,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        out: torch.Tensor,
+        scoring: Scoring,
+        scales: Scales,
+    ) -> None:
+        """The rows of ``decodes`` of ``q`` [T, Hq, D], heads contiguous, into those of ``out``, of the same shape."""
+        self.kernels.paged_decode(
+            *(self.half, self.eighth, q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), *decodes.addresses),
+            *(out.data_ptr(), decodes.count, decodes.width, *self.shape_of(q, k_cache)),
+            *(scoring.scale * scales.k, scoring.window, scoring.softcap, scales.v, self.threads),
+        )
+
+    def shape_of(self, q: torch.Tensor, cache: torch.Tensor) -> tuple[object, ...]:
+        """What the kernels want to know of ``q`` [T, Hq, D] and of a layer's ``cache``."""
+        _, heads, dim = q.shape
+        return (q.stride(0), self.kv_heads, heads // self.kv_heads, dim, self.block_size, self.strides(cache))
+
     def strides(self, cache: torch.Tensor) -> Array[c_int64]:
         """Elements from block to block, token to token and head to head; one answer, for all layers are laid alike."""
         if self._strides is None:
@@ -82,7 +132,7 @@ class NativePlan(AttentionPlan):
         self._batch = batch
         self._chunks = np.flatnonzero(counts > 1)
         self._slots = np.ascontiguousarray(batch.slot_mapping)
-        self._decodes = Decodes(batch, rows) if len(rows) else None
+        self._decodes = Decodes.of(batch, rows) if len(rows) else None
         tiled = self._chunks.tolist() if backend.tiled_prompts else []
         self._tiled = {row: Tiled(batch, row) for row in tiled}
         self._gathered: dict[Scoring, list[Prompt]] = {}
@@ -111,19 +161,8 @@ class NativePlan(AttentionPlan):
         scales: Scales = UNSCALED,
     ) -> torch.Tensor:
         """In one pass; q is turned in place."""
-        backend = self._backend
-        tokens, heads, dim = qkv.shape
-        q_heads = heads - 2 * backend.kv_heads
-        cos, sin = angles
-        if 2 * cos.shape[-1] != dim:
-            return super().rotate_and_store(qkv, angles, k_cache, v_cache, scales)
-        assert all(part.is_contiguous() for part in (qkv, cos, sin))
-        backend.kernels.rope_store(
-            *(backend.half, backend.eighth, qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), self._slots.ctypes.data),
-            *(k_cache.data_ptr(), v_cache.data_ptr(), tokens, q_heads, backend.kv_heads, dim, backend.block_size),
-            *(backend.strides(k_cache), 1.0 / scales.k, 1.0 / scales.v, backend.threads),
-        )
-        return qkv[:, :q_heads]
+        q = self._backend.rotate_and_store(qkv, angles, self._slots.ctypes.data, k_cache, v_cache, scales)
+        return super().rotate_and_store(qkv, angles, k_cache, v_cache, scales) if q is None else q
 
     def forward(
         self,
@@ -138,24 +177,18 @@ class NativePlan(AttentionPlan):
         _, heads, dim = q.shape
         if q.stride()[1:] != (dim, 1):
             q = q.contiguous()
-        out = torch.empty(q.shape, dtype=q.dtype)
-        start, k, v, result = q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr()
-        stride, group, scale = q.stride(0), heads // backend.kv_heads, scoring.scale * scales.k
-        shape = (stride, backend.kv_heads, group, dim, backend.block_size, backend.strides(k_cache))
+        out = q.new_empty(q.shape)
         if self._decodes is not None:
-            rows, tables, lengths = self._decodes.addresses
-            sizes = (self._decodes.count, self._decodes.width)
-            backend.kernels.paged_decode(
-                *(backend.half, backend.eighth, start, k, v, rows, tables, lengths, result, *sizes, *shape),
-                *(scale, scoring.window, scoring.softcap, scales.v, backend.threads),
-            )
-        item = q.element_size()
+            backend.decode(self._decodes, q, k_cache, v_cache, out, scoring, scales)
+        item, stride = q.element_size(), q.stride(0)
         for chunk in self._tiled.values():
             if chunk.serves(scoring):
                 backend.kernels.prompt_attention(
-                    *(backend.eighth, start + chunk.first * stride * item, k, v, chunk.table, self._work.data_ptr()),
-                    *(result + chunk.first * heads * dim * item, chunk.count, chunk.length, *shape),
-                    *(scale, scales.v, backend.threads),
+                    *(backend.eighth, q.data_ptr() + chunk.first * stride * item, k_cache.data_ptr()),
+                    *(v_cache.data_ptr(), chunk.table, self._work.data_ptr()),
+                    *(out.data_ptr() + chunk.first * heads * dim * item, chunk.count, chunk.length),
+                    *backend.shape_of(q, k_cache),
+                    *(scoring.scale * scales.k, scales.v, backend.threads),
                 )
         for prompt in self._prompts(scoring):
             out[prompt.tokens] = prompt.attend(q[prompt.tokens], k_cache, v_cache, scales)
@@ -173,8 +206,64 @@ class NativePlan(AttentionPlan):
         return found
 
 
+class NativeDecodePlan(AttentionPlan):
+    """Decodes alone, of whatever stands in the same rows when it is their turn."""
+
+    def __init__(self, backend: NativeAttention, rows: DecodeRows) -> None:
+        super().__init__(backend.order)
+        self._backend = backend
+        self._rows = rows
+        self._decodes = Decodes(np.arange(len(rows.slots)), rows.block_tables.numpy(), rows.seq_lens.numpy())
+
+    def store(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scales: Scales = UNSCALED,
+    ) -> None:
+        """Write K and V of the step's tokens to their slots, wherever these are by then."""
+        size = self._backend.block_size
+        places = (torch.div(self._rows.slots, size, rounding_mode="floor"), torch.remainder(self._rows.slots, size))
+        put(places, k, k_cache, scales.k, self.order)
+        put(places, v, v_cache, scales.v, self.order)
+
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,
+        angles: Angles,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scales: Scales = UNSCALED,
+    ) -> torch.Tensor:
+        """In one pass; q is turned in place."""
+        q = self._backend.rotate_and_store(qkv, angles, self._rows.slots.data_ptr(), k_cache, v_cache, scales)
+        return super().rotate_and_store(qkv, angles, k_cache, v_cache, scales) if q is None else q
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scoring: Scoring,
+        scales: Scales = UNSCALED,
+    ) -> torch.Tensor:
+        """Attention of ``q`` [B, Hq, D]: [B, Hq, D]."""
+        if q.stride()[1:] != (q.shape[2], 1):
+            q = q.contiguous()
+        out = q.new_empty(q.shape)
+        self._backend.decode(self._decodes, q, k_cache, v_cache, out, scoring, scales)
+        return out
+
+
 class Decodes:
     """Sequences with one query token each.
+
+    Args:
+        rows: int64 [B], where each one's query is in the batch.
+        tables: int32 [B, M], its blocks.
+        lengths: int32 [B], its tokens.
 
     Attributes:
         count: of them.
@@ -182,15 +271,15 @@ class Decodes:
         addresses: of their rows in the batch, their table and their lengths, valid as long as this object is.
     """
 
-    def __init__(self, batch: FlatBatch, rows: NDArray[np.intp]) -> None:
-        self.count = len(rows)
-        self.width = batch.block_table.shape[1]
-        self._arrays = (
-            np.ascontiguousarray(batch.query_start_loc[rows]),
-            np.ascontiguousarray(batch.block_table[rows]),
-            np.ascontiguousarray(batch.seq_lens[rows]),
-        )
+    def __init__(self, rows: NDArray[np.int64], tables: NDArray[np.int32], lengths: NDArray[np.int32]) -> None:
+        self.count, self.width = tables.shape
+        self._arrays = tuple(np.ascontiguousarray(array) for array in (rows, tables, lengths))
         self.addresses = tuple(array.ctypes.data for array in self._arrays)
+
+    @classmethod
+    def of(cls, batch: FlatBatch, rows: NDArray[np.intp]) -> Decodes:
+        """Those of a batch whose sequences stand in ``rows`` of its table."""
+        return cls(batch.query_start_loc[rows], batch.block_table[rows], batch.seq_lens[rows])
 
 
 class Tiled:

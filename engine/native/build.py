@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent
-_SOURCES = ("linear.cpp", "pointwise.cpp", "paged_decode.cpp", "prompt_attention.cpp")
+_SOURCES = ("linear.cpp", "pointwise.cpp", "paged_decode.cpp", "prompt_attention.cpp", "tape.cpp")
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = (
     *("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-march=native", "-w"),

@@ -30,7 +30,13 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "kvf_rope_store": (*(_INT,) * 2, *(_POINTER,) * 6, *(_SIZE,) * 5, _POINTER, *(_FLOAT,) * 2, _INT),
     "kvf_paged_decode": (*(_INT,) * 2, *(_POINTER,) * 7, *(_SIZE,) * 7, _POINTER, _FLOAT, _SIZE, *(_FLOAT,) * 2, _INT),
     "kvf_prompt_attention": (_INT, *(_POINTER,) * 6, *(_SIZE,) * 7, _POINTER, *(_FLOAT,) * 2, _INT),
+    "kvf_tape_new": (),
+    "kvf_tape_free": (_POINTER,),
+    "kvf_tape_record": (_POINTER,),
+    "kvf_tape_length": (_POINTER,),
+    "kvf_tape_run": (_POINTER, *(_SIZE,) * 2),
 }
+_RESULTS = {"kvf_linear_kind": _INT, "kvf_tape_new": _POINTER, "kvf_tape_length": _SIZE}
 DTYPES = (torch.float32, torch.bfloat16)
 """Element types that the kernels compute in."""
 CACHE_DTYPES = (None, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -43,8 +49,8 @@ class Kernels:
     Attributes:
         linear_kind: the CPU's dot-product units for bfloat16: 0 none, 1 AVX512-BF16, 2 AMX.
         weight_memory: where packed weights lie.
-        linear_pack, linear, gated_linear, add_rms_norm, silu_and_mul, rope_store, paged_decode, prompt_attention: as in
-            the sources, without their prefix.
+        linear_pack, linear, gated_linear, add_rms_norm, silu_and_mul, rope_store, paged_decode, prompt_attention,
+            tape_new, tape_free, tape_record, tape_length, tape_run: as in the sources, without their prefix.
 
     Raises:
         OSError: the file is no library that this machine can load.
@@ -56,7 +62,7 @@ class Kernels:
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes = arguments
-            function.restype = _INT if name == "kvf_linear_kind" else None
+            function.restype = _RESULTS.get(name)
         self.linear_pack = library.kvf_linear_pack
         self.linear = library.kvf_linear
         self.gated_linear = library.kvf_gated_linear
@@ -65,6 +71,11 @@ class Kernels:
         self.rope_store = library.kvf_rope_store
         self.paged_decode = library.kvf_paged_decode
         self.prompt_attention = library.kvf_prompt_attention
+        self.tape_new = library.kvf_tape_new
+        self.tape_free = library.kvf_tape_free
+        self.tape_record = library.kvf_tape_record
+        self.tape_length = library.kvf_tape_length
+        self.tape_run = library.kvf_tape_run
         self.linear_kind: int = library.kvf_linear_kind()
         self.weight_memory = WeightMemory()
 

@@ -9,6 +9,7 @@
 // while the next unit's products run. Of the two operands the one that is used again stays in the nearest cache: the
 // other is loaded past it, which is worth a third of the time.
 
+#include "tape.h"
 #include "vectors.h"
 
 #if defined(__AVX512BF16__) && defined(__AVX512VL__)
@@ -304,16 +305,20 @@ extern "C" void kvf_linear_pack(const bf16* weight, bf16* packed, int64_t N, int
 // y [M, N] = x [M, K] @ weight.T + bias, K a multiple of 32; `kind` as kvf_linear_kind says.
 extern "C" void kvf_linear(int kind, const bf16* x, const bf16* packed, const bf16* bias, bf16* y, int64_t M, int64_t N,
                            int64_t K, int threads) {
+    perform([=] {
 #ifdef KVF_DOT
-    multiply(kind, x, packed, bias, y, M, N, K, false, threads);
+        multiply(kind, x, packed, bias, y, M, N, K, false, threads);
 #endif
+    });
 }
 
 // y [M, N / 2] = SiLU of the first half of what kvf_linear gives times the second, in float32 between. The panels of the
 // two halves take turns.
 extern "C" void kvf_gated_linear(int kind, const bf16* x, const bf16* packed, const bf16* bias, bf16* y, int64_t M,
                                  int64_t N, int64_t K, int threads) {
+    perform([=] {
 #ifdef KVF_DOT
-    multiply(kind, x, packed, bias, y, M, N, K, true, threads);
+        multiply(kind, x, packed, bias, y, M, N, K, true, threads);
 #endif
+    });
 }

@@ -2,142 +2,422 @@
 // along it together, so that each byte of K and V is read from memory once. The softmax is online (Milakov and
 // Gimelshein, 2018), in float32. Eight-bit elements are widened on their way; their scales are in the score's, and in the
 // result's. No slot beyond a sequence's end is read, and none before the window's first.
+//
+// A sequence is cut into parts of kPart tokens, whatever else is in the batch, which threads take as they come; what came
+// of the parts is put together in their order (flash decoding, Dao et al., 2023). So a sequence's result does not depend
+// on the others. Of a part, sixteen tokens at a time: the scores of all heads, by AMX where there is any; their weights;
+// and the values, during which the next sixteen are asked for.
 
 #include <cmath>
+#include <cstdint>
 #include <type_traits>
+#include <vector>
 
+#include "tape.h"
 #include "vectors.h"
+
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
+#define KVF_AMX 1
+extern "C" int kvf_linear_kind();
+#endif
 
 namespace {
 
 constexpr int kMostHeads = 4;    // query heads that go along a KV head in registers
 constexpr int kMostChunks = 16;  // of sixteen elements, of a head
 constexpr int kMost = 16;        // query heads that go along a sequence together
+constexpr int kPart = 128;       // tokens of a task; a multiple of sixteen
 
 struct Running {
-    float highest = -INFINITY, sum = 0.0f;
+    float highest = -INFINITY;
+    Floats sums = {};
     Floats out[kMostChunks] = {};
 };
 
-// One run of up to sixteen tokens, G heads. q: [G][chunks] of Floats. softcap: 0 for none.
+// Where the tokens of a run lie.
+template <class C>
+struct Run {
+    const C *k, *v;
+    int tokens;
+};
+
+// What comes next of K and V, asked for piece by piece in the order in which it lies, so that the hardware sees where it
+// goes and runs ahead: a core alone waits for no more lines at a time than hide half of the memory's latency.
+struct Ahead {
+    const char *k, *v;       // of the row that is due
+    int64_t rows, stride;    // rows that are left; bytes from one to the next
+    int64_t size, done;      // bytes of a row
+    int64_t piece;           // bytes to ask for at a time
+
+    void step() {
+        if (rows <= 0) return;
+        for (int64_t at = done; at < done + piece; at += 64) {
+            __builtin_prefetch(k + at);  // tiles are loaded line by line: from the nearest cache, or slowly
+            __builtin_prefetch(v + at, 0, 2);
+        }
+        done += piece;
+        if (done < size) return;
+        done = 0;
+        k += stride;
+        v += stride;
+        --rows;
+    }
+};
+
+struct Shape {
+    int64_t kv_heads, group, dim, block_size, stride;  // stride: elements from token to token
+    int chunks;
+    float scale, softcap;
+};
+
+// What the heads of a task ask for: as floats, and as AMX takes it where `tiled`.
+struct Queries {
+    Floats wide[kMost * kMostChunks];
+    alignas(64) uint32_t packed[kMost][kMostChunks / 2][16][kMostHeads];  // [heads of four][dim / 32][pair][head]
+    bool tiled = false;
+};
+
+// Scores of G heads of [G][chunks] over up to sixteen tokens, not scaled yet; anything beyond.
 template <class C, int G>
-void attend_run(const Floats* q, const C* k, const C* v, int tokens, int dim, int64_t stride, float softcap,
-                Running* running) {
-    const int chunks = (dim + kLanes - 1) / kLanes;
+void dots(const Floats* q, const Run<C>& run, const Shape& shape, float (*scores)[kLanes]) {
     Floats lines[G][kLanes] = {};
-    for (int t = 0; t < tokens; ++t) {
+    for (int t = 0; t < run.tokens; ++t) {
         Floats sums[G] = {};
-        for (int c = 0; c < chunks; ++c) {
-            const Floats key = load(k + t * stride + c * kLanes, dim - c * kLanes);
-            for (int g = 0; g < G; ++g) sums[g] += q[g * chunks + c] * key;
+        for (int c = 0; c < shape.chunks; ++c) {
+            const Floats key = load(run.k + t * shape.stride + c * kLanes, static_cast<int>(shape.dim) - c * kLanes);
+            for (int g = 0; g < G; ++g) sums[g] += q[g * shape.chunks + c] * key;
         }
         for (int g = 0; g < G; ++g) lines[g][t] = sums[g];
     }
-    float weights[G][kLanes], rescale[G];
-    for (int g = 0; g < G; ++g) {
-        float scores[kLanes];
-        sum_lines(lines[g], scores);
-        if (softcap > 0.0f)
-            for (int t = 0; t < tokens; ++t) scores[t] = softcap * std::tanh(scores[t] / softcap);
-        for (int t = tokens; t < kLanes; ++t) scores[t] = -INFINITY;
-        const Floats row = load(scores);
-        const float most = highest_of(row), before = running[g].highest;
-        const float highest = most > before ? most : before;
-        const Floats raised = exponential(row - highest);
-        store(weights[g], raised);
-        rescale[g] = highest == before ? 1.0f : std::exp(before - highest);
-        running[g].sum = running[g].sum * rescale[g] + sum_of(raised);
-        running[g].highest = highest;
+    for (int g = 0; g < G; ++g) sum_lines(lines[g], scores[g]);
+}
+
+#ifdef KVF_AMX
+
+struct alignas(64) TileConfig {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t columns[16] = {16, 16, 64, 64, 16, 16};  // bytes. Tiles 0 1: sums; 2 3: of K; 4 5: of the queries
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16};
+};
+
+// The same of up to four heads over sixteen tokens.
+void tiled_dots(const uint32_t (*packed)[16][kMostHeads], const Run<bf16>& run, const Shape& shape, int heads,
+                float (*scores)[kLanes]) {
+    alignas(64) float sums[2][kLanes][kMostHeads];
+    _tile_zero(0);
+    _tile_zero(1);
+    for (int64_t part = 0; part < shape.dim / 32; part += 2) {
+        _tile_stream_loadd(2, run.k + part * 32, shape.stride * 2);
+        _tile_loadd(4, packed[part], 16);
+        _tile_dpbf16ps(0, 2, 4);
+        if (part + 1 == shape.dim / 32) break;
+        _tile_stream_loadd(3, run.k + (part + 1) * 32, shape.stride * 2);
+        _tile_loadd(5, packed[part + 1], 16);
+        _tile_dpbf16ps(1, 3, 5);
     }
-    for (int c = 0; c < chunks; ++c) {
-        Floats out[G];
-        for (int g = 0; g < G; ++g) out[g] = running[g].out[c] * rescale[g];
-        for (int t = 0; t < tokens; ++t) {
-            const Floats value = load(v + t * stride + c * kLanes, dim - c * kLanes);
-            for (int g = 0; g < G; ++g) out[g] += weights[g][t] * value;
-        }
-        for (int g = 0; g < G; ++g) running[g].out[c] = out[g];
+    _tile_stored(0, sums[0], 16);
+    _tile_stored(1, sums[1], 16);
+    asm volatile("" ::: "memory");  // the compiler does not know what tiles are stored to
+    __m512 fours[4];
+    for (int i = 0; i < 4; ++i) fours[i] = _mm512_add_ps((__m512)load(sums[0][4 * i]), (__m512)load(sums[1][4 * i]));
+    for (int g = 0; g < heads; ++g) {
+        const __m512i order =
+            _mm512_add_epi32(_mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 28, 24, 20, 16, 12, 8, 4, 0), _mm512_set1_epi32(g));
+        const __m512 low = _mm512_permutex2var_ps(fours[0], order, fours[1]);
+        const __m512 high = _mm512_permutex2var_ps(fours[2], order, fours[3]);
+        _mm512_storeu_ps(scores[g], _mm512_insertf32x8(low, _mm512_castps512_ps256(high), 1));
+    }
+}
+
+#endif
+
+// Scores to weights; returns by how much what came before is less.
+inline float weigh(float* scores, int tokens, const Shape& shape, Running& running) {
+    const Signed lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    Floats row = load(scores) * shape.scale;
+    if (shape.softcap > 0.0f)
+        for (int t = 0; t < tokens; ++t) row[t] = shape.softcap * std::tanh(row[t] / shape.softcap);
+    row = lane < tokens ? row : all(-INFINITY);
+    const float most = highest_of(row), before = running.highest;
+    const float highest = most > before ? most : before;
+    const Floats raised = exponential(row - highest);
+    store(scores, raised);
+    const float rescale = highest == before ? 1.0f : std::exp(before - highest);
+    running.sums = running.sums * rescale + raised;
+    running.highest = highest;
+    return rescale;
+}
+
+// N chunks of the values, from chunk `c` on, of G heads.
+template <class C, int G, int N, bool fetches>
+void add_values(const Run<C>& run, const Shape& shape, int c, const float (*weights)[kLanes], const float* rescale,
+                Ahead& ahead, Running* running) {
+    const int left = static_cast<int>(shape.dim) - c * kLanes;
+    Floats out[G][N];
+    for (int g = 0; g < G; ++g)
+        for (int n = 0; n < N; ++n) out[g][n] = running[g].out[c + n] * rescale[g];
+    for (int t = 0; t < run.tokens; ++t) {
+        if (fetches) ahead.step();
+        const C* from = run.v + t * shape.stride + c * kLanes;
+        Floats values[N];
+        for (int n = 0; n < N; ++n)
+            values[n] = N > 1 ? load(from + n * kLanes) : load(from, left);
+        for (int g = 0; g < G; ++g)
+            for (int n = 0; n < N; ++n) out[g][n] += weights[g][t] * values[n];
+    }
+    for (int g = 0; g < G; ++g)
+        for (int n = 0; n < N; ++n) running[g].out[c + n] = out[g][n];
+}
+
+template <class C, int G>
+void add_all_values(const Run<C>& run, const Shape& shape, const float (*weights)[kLanes], const float* rescale,
+                    bool fetches, Ahead& ahead, Running* running) {
+    constexpr int together = 4;  // chunks: with four heads, half of the registers
+    int c = 0;
+    if (shape.dim < together * kLanes && fetches) {
+        add_values<C, G, 1, true>(run, shape, c++, weights, rescale, ahead, running);
+    } else if (fetches) {
+        add_values<C, G, together, true>(run, shape, c, weights, rescale, ahead, running);
+        c += together;
+    }
+    for (; (c + together) * kLanes <= shape.dim; c += together)
+        add_values<C, G, together, false>(run, shape, c, weights, rescale, ahead, running);
+    for (; c < shape.chunks; ++c) add_values<C, G, 1, false>(run, shape, c, weights, rescale, ahead, running);
+}
+
+// Calls `run` with a number that is known when compiling, 1 to 4.
+template <class Call>
+void by_heads(int heads, Call call) {
+    switch (heads) {
+        case 1: call(std::integral_constant<int, 1>()); break;
+        case 2: call(std::integral_constant<int, 2>()); break;
+        case 3: call(std::integral_constant<int, 3>()); break;
+        default: call(std::integral_constant<int, 4>()); break;
     }
 }
 
 template <class C>
-void attend_group(const Floats* q, const C* k, const C* v, int tokens, int dim, int64_t stride, float softcap,
-                  int group, Running* running) {
-    const int chunks = (dim + kLanes - 1) / kLanes;
-    while (group > 0) {
-        const int heads = group < kMostHeads ? group : kMostHeads;
-        switch (heads) {
-            case 1: attend_run<C, 1>(q, k, v, tokens, dim, stride, softcap, running); break;
-            case 2: attend_run<C, 2>(q, k, v, tokens, dim, stride, softcap, running); break;
-            case 3: attend_run<C, 3>(q, k, v, tokens, dim, stride, softcap, running); break;
-            default: attend_run<C, 4>(q, k, v, tokens, dim, stride, softcap, running); break;
-        }
-        q += heads * chunks;
-        running += heads;
-        group -= heads;
-    }
+void score(const Queries& queries, int first, int heads, const Run<C>& run, const Shape& shape,
+           float (*scores)[kLanes]) {
+#ifdef KVF_AMX
+    if constexpr (std::is_same_v<C, bf16>)
+        if (queries.tiled && run.tokens == kLanes)
+            return tiled_dots(queries.packed[first], run, shape, heads, scores + first);
+#endif
+    by_heads(heads, [&](auto count) {
+        dots<C, count()>(queries.wide + first * shape.chunks, run, shape, scores + first);
+    });
 }
 
-template <class C>
-void fetch(const C* k, const C* v, int64_t tokens, int64_t dim, int64_t stride) {
-    for (int64_t t = 0; t < tokens; ++t)
-        for (int64_t at = 0; at < dim; at += 64 / static_cast<int64_t>(sizeof(C))) {
-            __builtin_prefetch(k + t * stride + at);
-            __builtin_prefetch(v + t * stride + at);
-        }
-}
+// A part of a sequence, as far as some KV heads go.
+struct Task {
+    int64_t sequence, begin, end, head, kv_count;
+    int64_t place;  // of what comes of it among the parts; negative where it is the whole
+};
 
 template <class T, class C>
-void attend(const T* q, const C* k_cache, const C* v_cache, const int64_t* rows, const int32_t* tables,
-            const int32_t* lengths, T* out, int64_t sequences, int64_t width, int64_t q_stride, int64_t kv_heads,
-            int64_t group, int64_t dim, int64_t block_size, const int64_t* strides, float scale, int64_t window,
-            float softcap, float v_scale, int threads) {
-    const int chunks = static_cast<int>((dim + kLanes - 1) / kLanes);
-    // KV heads that go along a sequence together: they lie beside each other. One each where few sequences are to keep
-    // the threads busy.
-    const int64_t together = sequences < 2 * threads || group > kMost ? 1 : least(kv_heads, kMost / group);
-    const int64_t parts = (kv_heads + together - 1) / together;
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1 && sequences * parts > 1)
-    for (int64_t task = 0; task < sequences * parts; ++task) {
-        const int64_t sequence = task / parts, head = task % parts * together, length = lengths[sequence];
-        const int64_t kv_count = least(together, kv_heads - head);
-        const int64_t begin = window > 0 && length > window ? length - window : 0;
-        const int32_t* table = tables + sequence * width;
-        const T* query = q + rows[sequence] * q_stride + head * group * dim;
-        T* result = out + (rows[sequence] * kv_heads + head) * group * dim;
-        const auto place = [&](int64_t at, int64_t kv) {
-            return table[at / block_size] * strides[0] + (head + kv) * strides[2];
-        };
-        for (int64_t first = 0; first < group; first += kMost) {
-            const int heads = static_cast<int>(least(group - first, kMost));
-            const int all_heads = heads * static_cast<int>(kv_count);
-            Floats wide[kMost * kMostChunks];
-            Running running[kMost];
-            for (int g = 0; g < all_heads; ++g)
-                for (int c = 0; c < chunks; ++c)
-                    wide[g * chunks + c] =
-                        load(query + (first + g) * dim + c * kLanes, static_cast<int>(dim) - c * kLanes) * scale;
-            for (int64_t at = begin / block_size * block_size; at < length; at += block_size) {
-                const int64_t tokens = least(block_size, length - at), left = length - at - block_size;
-                for (int64_t kv = 0; kv < kv_count; ++kv) {
-                    if (left > 0) {
-                        const int64_t next = place(at + block_size, kv);
-                        fetch(k_cache + next, v_cache + next, least(block_size, left), dim, strides[1]);
-                    }
-                    const int64_t here = place(at, kv);
-                    for (int64_t t = begin > at ? begin - at : 0; t < tokens; t += kLanes)
-                        attend_group(wide + kv * heads * chunks, k_cache + here + t * strides[1],
-                                     v_cache + here + t * strides[1], static_cast<int>(least(kLanes, tokens - t)),
-                                     static_cast<int>(dim), strides[1], softcap, heads, running + kv * heads);
-                }
-            }
-            for (int g = 0; g < all_heads; ++g)
-                for (int64_t i = 0; i < dim; ++i)
-                    result[(first + g) * dim + i] =
-                        round_to<T>(running[g].out[i / kLanes][i % kLanes] / running[g].sum * v_scale);
+class Attention {
+  public:
+    const T* q;
+    const C *k_cache, *v_cache;
+    const int64_t* rows;
+    const int32_t *tables, *lengths;
+    T* out;
+    int64_t sequences, width, q_stride;
+    const int64_t* strides;
+    int64_t window;
+    float v_scale;
+    int threads;
+    Shape shape;
+
+    void run() const {
+        thread_local std::vector<Task> tasks;
+        thread_local std::vector<int64_t> firsts;  // of each sequence's parts
+        thread_local std::vector<float> parts;
+        const int64_t line = shape.chunks * kLanes + 2, heads = shape.kv_heads * shape.group;
+        const int64_t places = lay_out(tasks, firsts);
+        parts.resize(places * heads * line);
+        const Task* const todo = tasks.data();
+        const int64_t* const first = firsts.data();
+        float* const kept = parts.data();
+        const int64_t count = tasks.size();
+#pragma omp parallel num_threads(threads) if (threads > 1 && count > 1)
+        {
+            const bool tiled = begin_tiles();
+#pragma omp for schedule(dynamic)
+            for (int64_t at = 0; at < count; ++at) attend(todo[at], tiled, kept);
+            if (tiled) end_tiles();
+            if (places > 0)
+#pragma omp for schedule(static)
+                for (int64_t sequence = 0; sequence < sequences; ++sequence) put_together(sequence, first[sequence], kept);
         }
     }
-}
+
+  private:
+    int64_t first_of(int64_t sequence) const {
+        const int64_t length = lengths[sequence];
+        return window > 0 && length > window ? length - window : 0;
+    }
+
+    int64_t parts_of(int64_t sequence) const {
+        return (lengths[sequence] + kPart - 1) / kPart - first_of(sequence) / kPart;
+    }
+
+    // Every part of every sequence; how many of these are not a whole one.
+    int64_t lay_out(std::vector<Task>& tasks, std::vector<int64_t>& firsts) const {
+        tasks.clear();
+        firsts.clear();
+        int64_t places = 0;
+        const int64_t together = shape.group > kMost ? 1 : least(shape.kv_heads, kMost / shape.group);
+        for (int64_t sequence = 0; sequence < sequences; ++sequence) {
+            const int64_t first = first_of(sequence), length = lengths[sequence], parts = parts_of(sequence);
+            firsts.push_back(places);
+            for (int64_t part = first / kPart; part * kPart < length; ++part) {
+                const int64_t place = parts > 1 ? places++ : -1;
+                const int64_t begin = part * kPart < first ? first : part * kPart, end = least(length, (part + 1) * kPart);
+                for (int64_t head = 0; head < shape.kv_heads; head += together)
+                    tasks.push_back({sequence, begin, end, head, least(together, shape.kv_heads - head), place});
+            }
+        }
+        return places;
+    }
+
+    bool begin_tiles() const {
+#ifdef KVF_AMX
+        if (std::is_same_v<T, bf16> && std::is_same_v<C, bf16> && shape.dim % 32 == 0 && kvf_linear_kind() == 2) {
+            const TileConfig config;
+            asm volatile("" ::: "memory");
+            _tile_loadconfig(&config);
+            return true;
+        }
+#endif
+        return false;
+    }
+
+    void end_tiles() const {
+#ifdef KVF_AMX
+        _tile_release();
+#endif
+    }
+
+    // Heads `first` to `first + heads` of each KV head of a task.
+    void take_in(const T* query, int64_t kv_count, int64_t first, int heads, Queries& queries) const {
+        for (int64_t kv = 0; kv < kv_count; ++kv)
+            for (int g = 0; g < heads; ++g) {
+                const T* from = query + (kv * shape.group + first + g) * shape.dim;
+                const int64_t at = kv * heads + g;
+                for (int c = 0; c < shape.chunks; ++c)
+                    queries.wide[at * shape.chunks + c] =
+                        load(from + c * kLanes, static_cast<int>(shape.dim) - c * kLanes);
+                if (!queries.tiled) continue;
+                for (int64_t pair = 0; pair < shape.dim / 2; ++pair)
+                    memcpy(&queries.packed[kv * heads + g / kMostHeads * kMostHeads][pair / 16][pair % 16][g % kMostHeads],
+                           reinterpret_cast<const char*>(from) + 4 * pair, 4);
+            }
+    }
+
+    void attend(const Task& task, bool tiled, float* kept) const {
+        const T* query = q + rows[task.sequence] * q_stride + task.head * shape.group * shape.dim;
+        for (int64_t first = 0; first < shape.group; first += kMost) {
+            const int heads = static_cast<int>(least(shape.group - first, kMost));
+            Queries queries;
+            queries.tiled = tiled;
+            take_in(query, task.kv_count, first, heads, queries);
+            asm volatile("" ::: "memory");
+            Running running[kMost];
+            walk(task, heads, queries, running);
+            for (int64_t kv = 0; kv < task.kv_count; ++kv)
+                for (int g = 0; g < heads; ++g) {
+                    const int64_t head = (task.head + kv) * shape.group + first + g;
+                    const Running& one = running[kv * heads + g];
+                    if (task.place < 0)
+                        finish(task.sequence, head, one.out, sum_of(one.sums));
+                    else
+                        keep(one, kept, task.place, head);
+                }
+        }
+    }
+
+    // Along the tokens of a task.
+    void walk(const Task& task, int heads, const Queries& queries, Running* running) const {
+        const int32_t* table = tables + task.sequence * width;
+        const auto place = [&](int64_t token, int64_t kv) {
+            return table[token / shape.block_size] * strides[0] + token % shape.block_size * strides[1] +
+                   (task.head + kv) * strides[2];
+        };
+        const auto reach = [&](int64_t token) {  // tokens that lie in a row from `token` on, at most sixteen
+            return static_cast<int>(
+                least(kLanes, least(task.end - token, shape.block_size - token % shape.block_size)));
+        };
+        for (int64_t token = task.begin; token < task.end;) {
+            const int tokens = reach(token);
+            const int64_t next = token + tokens;
+            Ahead ahead = ahead_of(task, next < task.end ? reach(next) : 0, place(next < task.end ? next : token, 0));
+            alignas(64) float scores[kMost][kLanes];
+            Run<C> runs[kMost];
+            float rescale[kMost];
+            for (int64_t kv = 0; kv < task.kv_count; ++kv) {
+                const int64_t here = place(token, kv);
+                runs[kv] = {k_cache + here, v_cache + here, tokens};
+                for (int g = 0; g < heads; g += kMostHeads)
+                    score(queries, static_cast<int>(kv) * heads + g, static_cast<int>(least(kMostHeads, heads - g)),
+                          runs[kv], shape, scores);
+            }
+            for (int64_t at = 0; at < task.kv_count * heads; ++at)
+                rescale[at] = weigh(scores[at], tokens, shape, running[at]);
+            for (int64_t kv = 0; kv < task.kv_count; ++kv)
+                for (int g = 0; g < heads; g += kMostHeads) {
+                    const int64_t at = kv * heads + g;
+                    by_heads(static_cast<int>(least(kMostHeads, heads - g)), [&](auto count) {
+                        add_all_values<C, count()>(runs[kv], shape, scores + at, rescale + at, g == 0, ahead, running + at);
+                    });
+                }
+            token = next;
+        }
+    }
+
+    // `tokens` of a task from the place of the first one on, by token or by head, as they lie.
+    Ahead ahead_of(const Task& task, int64_t tokens, int64_t place) const {
+        const int64_t width = static_cast<int64_t>(sizeof(C)), piece = shape.dim * width;
+        const bool by_token = strides[1] > strides[2];
+        const int64_t rows = by_token ? tokens : tokens > 0 ? task.kv_count : 0;
+        return {reinterpret_cast<const char*>(k_cache + place), reinterpret_cast<const char*>(v_cache + place), rows,
+                (by_token ? strides[1] : strides[2]) * width, (by_token ? task.kv_count : tokens) * piece, 0, piece};
+    }
+
+    void keep(const Running& one, float* kept, int64_t part, int64_t head) const {
+        float* to = kept + (part * shape.kv_heads * shape.group + head) * (shape.chunks * kLanes + 2);
+        to[0] = one.highest;
+        to[1] = sum_of(one.sums);
+        for (int c = 0; c < shape.chunks; ++c) store(to + 2 + c * kLanes, one.out[c]);
+    }
+
+    void put_together(int64_t sequence, int64_t first, const float* kept) const {
+        const int64_t parts = parts_of(sequence), heads = shape.kv_heads * shape.group;
+        if (parts == 1) return;
+        const int64_t line = shape.chunks * kLanes + 2;
+        for (int64_t head = 0; head < heads; ++head) {
+            const float* from = kept + (first * heads + head) * line;
+            float highest = from[0], sum = 0.0f;
+            for (int64_t part = 1; part < parts; ++part)
+                highest = from[part * heads * line] > highest ? from[part * heads * line] : highest;
+            Floats out[kMostChunks] = {};
+            for (int64_t part = 0; part < parts; ++part) {
+                const float* one = from + part * heads * line;
+                const float share = std::exp(one[0] - highest);
+                sum += one[1] * share;
+                for (int c = 0; c < shape.chunks; ++c) out[c] += load(one + 2 + c * kLanes) * share;
+            }
+            finish(sequence, head, out, sum);
+        }
+    }
+
+    void finish(int64_t sequence, int64_t head, const Floats* values, float sum) const {
+        T* to = out + (rows[sequence] * shape.kv_heads * shape.group + head) * shape.dim;
+        for (int c = 0; c < shape.chunks; ++c)
+            store(to + c * kLanes, values[c] / sum * v_scale, static_cast<int>(shape.dim) - c * kLanes);
+    }
+};
 
 }  // namespace
 
@@ -149,11 +429,16 @@ extern "C" void kvf_paged_decode(int half, int eighth, const void* q, const void
                                  int64_t sequences, int64_t width, int64_t q_stride, int64_t kv_heads, int64_t group,
                                  int64_t dim, int64_t block_size, const int64_t* strides, float scale,
                                  int64_t window, float softcap, float v_scale, int threads) {
-    by_types(half, eighth, [&](auto* number, auto* element) {
-        using T = std::remove_pointer_t<decltype(number)>;
-        using C = std::remove_pointer_t<decltype(element)>;
-        attend(static_cast<const T*>(q), static_cast<const C*>(k_cache), static_cast<const C*>(v_cache), rows, tables,
-               lengths, static_cast<T*>(out), sequences, width, q_stride, kv_heads, group, dim, block_size, strides,
-               scale, window, softcap, v_scale, threads);
+    perform([=] {
+        by_types(half, eighth, [&](auto* number, auto* element) {
+            using T = std::remove_pointer_t<decltype(number)>;
+            using C = std::remove_pointer_t<decltype(element)>;
+            const Shape shape{kv_heads, group, dim, block_size, strides[1],
+                              static_cast<int>((dim + kLanes - 1) / kLanes), scale, softcap};
+            const Attention<T, C> attention{static_cast<const T*>(q), static_cast<const C*>(k_cache),
+                                            static_cast<const C*>(v_cache), rows, tables, lengths, static_cast<T*>(out),
+                                            sequences, width, q_stride, strides, window, v_scale, threads, shape};
+            attention.run();
+        });
     });
 }

@@ -3,13 +3,17 @@
 #include <cmath>
 #include <type_traits>
 
+#include "tape.h"
 #include "vectors.h"
 
 namespace {
 
+// Elements from which on another thread helps: for fewer, waking it takes longer than the work.
+constexpr int64_t kWorthSharing = 1 << 16;
+
 template <class T>
 void add_rms_norm(T* x, const T* delta, const T* weight, T* out, int64_t tokens, int64_t size, float eps, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && tokens > 1)
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && tokens * size >= kWorthSharing)
     for (int64_t token = 0; token < tokens; ++token) {
         T* row = x + token * size;
         float sum = 0.0f;
@@ -26,7 +30,7 @@ void add_rms_norm(T* x, const T* delta, const T* weight, T* out, int64_t tokens,
 
 template <class T>
 void silu_and_mul(const T* gate_up, T* out, int64_t tokens, int64_t size, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && tokens > 1)
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && tokens * size >= kWorthSharing)
     for (int64_t token = 0; token < tokens; ++token) {
         const T *gate = gate_up + token * 2 * size, *up = gate + size;
         for (int64_t i = 0; i < size; i += kLanes) {
@@ -56,9 +60,10 @@ template <class T, class C>
 void rope_store(T* qkv, const T* cos, const T* sin, const int64_t* slots, C* k_cache, C* v_cache, int64_t tokens,
                 int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size, const int64_t* strides,
                 float k_inverse, float v_inverse, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && tokens > 1)
+    const int64_t size = (heads + 2 * kv_heads) * dim;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && tokens * size >= kWorthSharing)
     for (int64_t token = 0; token < tokens; ++token) {
-        T* row = qkv + token * (heads + 2 * kv_heads) * dim;
+        T* row = qkv + token * size;
         const T *c = cos + token * dim / 2, *s = sin + token * dim / 2;
         const int64_t place =
             slots[token] / block_size * strides[0] + slots[token] % block_size * strides[1];
@@ -84,20 +89,24 @@ void rope_store(T* qkv, const T* cos, const T* sin, const int64_t* slots, C* k_c
 // x += delta (where there is one), then out = x / rms(x) * weight, of [tokens, size].
 extern "C" void kvf_add_rms_norm(int half, void* x, const void* delta, const void* weight, void* out, int64_t tokens,
                                  int64_t size, float eps, int threads) {
-    if (half)
-        add_rms_norm(static_cast<bf16*>(x), static_cast<const bf16*>(delta), static_cast<const bf16*>(weight),
-                     static_cast<bf16*>(out), tokens, size, eps, threads);
-    else
-        add_rms_norm(static_cast<float*>(x), static_cast<const float*>(delta), static_cast<const float*>(weight),
-                     static_cast<float*>(out), tokens, size, eps, threads);
+    perform([=] {
+        if (half)
+            add_rms_norm(static_cast<bf16*>(x), static_cast<const bf16*>(delta), static_cast<const bf16*>(weight),
+                         static_cast<bf16*>(out), tokens, size, eps, threads);
+        else
+            add_rms_norm(static_cast<float*>(x), static_cast<const float*>(delta), static_cast<const float*>(weight),
+                         static_cast<float*>(out), tokens, size, eps, threads);
+    });
 }
 
 // out [tokens, size] = silu(first half) * second half, of gate_up [tokens, 2 * size].
 extern "C" void kvf_silu_and_mul(int half, const void* gate_up, void* out, int64_t tokens, int64_t size, int threads) {
-    if (half)
-        silu_and_mul(static_cast<const bf16*>(gate_up), static_cast<bf16*>(out), tokens, size, threads);
-    else
-        silu_and_mul(static_cast<const float*>(gate_up), static_cast<float*>(out), tokens, size, threads);
+    perform([=] {
+        if (half)
+            silu_and_mul(static_cast<const bf16*>(gate_up), static_cast<bf16*>(out), tokens, size, threads);
+        else
+            silu_and_mul(static_cast<const float*>(gate_up), static_cast<float*>(out), tokens, size, threads);
+    });
 }
 
 // Turn q of qkv [tokens, heads + 2 * kv_heads, dim] in place, and k on its way to the cache, where v goes as it is.
@@ -107,11 +116,13 @@ extern "C" void kvf_rope_store(int half, int eighth, void* qkv, const void* cos,
                                void* k_cache, void* v_cache, int64_t tokens, int64_t heads, int64_t kv_heads,
                                int64_t dim, int64_t block_size, const int64_t* strides, float k_inverse,
                                float v_inverse, int threads) {
-    by_types(half, eighth, [&](auto* number, auto* element) {
-        using T = std::remove_pointer_t<decltype(number)>;
-        using C = std::remove_pointer_t<decltype(element)>;
-        rope_store(static_cast<T*>(qkv), static_cast<const T*>(cos), static_cast<const T*>(sin), slots,
-                   static_cast<C*>(k_cache), static_cast<C*>(v_cache), tokens, heads, kv_heads, dim, block_size, strides,
-                   k_inverse, v_inverse, threads);
+    perform([=] {
+        by_types(half, eighth, [&](auto* number, auto* element) {
+            using T = std::remove_pointer_t<decltype(number)>;
+            using C = std::remove_pointer_t<decltype(element)>;
+            rope_store(static_cast<T*>(qkv), static_cast<const T*>(cos), static_cast<const T*>(sin), slots,
+                       static_cast<C*>(k_cache), static_cast<C*>(v_cache), tokens, heads, kv_heads, dim, block_size, strides,
+                       k_inverse, v_inverse, threads);
+        });
     });
 }

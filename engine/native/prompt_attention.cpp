@@ -9,6 +9,7 @@
 #include <initializer_list>
 #include <type_traits>
 
+#include "tape.h"
 #include "vectors.h"
 
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512BF16__)
@@ -234,32 +235,34 @@ extern "C" void kvf_prompt_attention(int eighth, const bf16* q, const void* k_ca
                                      const int32_t* table, bf16* work, bf16* out, int64_t count, int64_t length, int64_t q_stride,
                                      int64_t kv_heads, int64_t group, int64_t dim, int64_t block_size,
                                      const int64_t* strides, float scale, float v_scale, int threads) {
+    perform([=] {
 #ifdef KVF_AMX
-    const int64_t padded = (length + kStep - 1) / kStep * kStep, tiles = (count + kQueries - 1) / kQueries;
-    const Context context{work, work + dim * padded, length, padded, dim};
+        const int64_t padded = (length + kStep - 1) / kStep * kStep, tiles = (count + kQueries - 1) / kQueries;
+        const Context context{work, work + dim * padded, length, padded, dim};
 #pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-        const TileConfig config;
-        written();
-        _tile_loadconfig(&config);
-        for (int64_t head = 0; head < kv_heads; ++head) {
+        {
+            const TileConfig config;
+            written();
+            _tile_loadconfig(&config);
+            for (int64_t head = 0; head < kv_heads; ++head) {
 #pragma omp for schedule(static)
-            for (int64_t first = 0; first < padded; first += kStep)
-                by_types(1, eighth, [&](auto*, auto* element) {
-                    using C = std::remove_pointer_t<decltype(element)>;
-                    gather(context, first, static_cast<const C*>(k_cache), static_cast<const C*>(v_cache), table, head,
-                           block_size, strides);
-                });
+                for (int64_t first = 0; first < padded; first += kStep)
+                    by_types(1, eighth, [&](auto*, auto* element) {
+                        using C = std::remove_pointer_t<decltype(element)>;
+                        gather(context, first, static_cast<const C*>(k_cache), static_cast<const C*>(v_cache), table, head,
+                               block_size, strides);
+                    });
 #pragma omp for schedule(dynamic)
-            for (int64_t task = tiles * group - 1; task >= 0; --task) {
-                const int64_t first = task / group * kQueries, query_head = head * group + task % group;
-                const int queries = static_cast<int>(least(kQueries, count - first));
-                (queries > kRows ? attend<true> : attend<false>)(
-                    context, q + first * q_stride + query_head * dim, q_stride, queries, length - count + first, scale,
-                    v_scale, out + (first * kv_heads * group + query_head) * dim, kv_heads * group * dim);
+                for (int64_t task = tiles * group - 1; task >= 0; --task) {
+                    const int64_t first = task / group * kQueries, query_head = head * group + task % group;
+                    const int queries = static_cast<int>(least(kQueries, count - first));
+                    (queries > kRows ? attend<true> : attend<false>)(
+                        context, q + first * q_stride + query_head * dim, q_stride, queries, length - count + first, scale,
+                        v_scale, out + (first * kv_heads * group + query_head) * dim, kv_heads * group * dim);
+                }
             }
+            _tile_release();
         }
-        _tile_release();
-    }
 #endif
+    });
 }

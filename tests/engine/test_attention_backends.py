@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -146,6 +147,35 @@ def test_long_contexts(name: str, start: int, count: int) -> None:
         for backend in ("reference", name)
     ]
     torch.testing.assert_close(outs[1].float(), outs[0].float(), rtol=2.0**-7, atol=2.0**-6)
+
+
+@pytest.mark.skipif(load() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("window", [0, 130, 300])
+@pytest.mark.parametrize("block_size", [16, 24])
+def test_a_decode_in_parts_is_the_reference_and_does_not_depend_on_the_others(window: int, block_size: int) -> None:
+    # Some of one part, some of several, some that end where a part does.
+    starts = [0, 15, 127, 128, 129, 255, 300, 383]
+    layout = KVLayout(num_layers=1, kv_heads=3, head_dim=64, block_size=block_size, dtype="bfloat16")
+    batch = scattered([(start, 1) for start in starts], block_size, seed=2)
+    cache = KVCache(layout, NUM_BLOCKS)
+    generator = torch.Generator().manual_seed(2)
+    cache.tensor.copy_(torch.randn(cache.tensor.shape, generator=generator))
+    q = (2.0 * torch.randn(len(starts), 15, 64, generator=generator)).bfloat16()
+    scoring = Scoring(0.125, window)
+    expected, found = (
+        create_backend(name, layout, CPU).plan(batch).forward(q, *cache.layer(0), scoring)
+        for name in ("reference", "native")
+    )
+    torch.testing.assert_close(found.float(), expected.float(), rtol=2.0**-7, atol=2.0**-7)
+    for row in range(len(starts)):
+        alone = replace(
+            batch,
+            query_start_loc=np.array([0, 1], batch.query_start_loc.dtype),
+            block_table=batch.block_table[row : row + 1],
+            seq_lens=batch.seq_lens[row : row + 1],
+        )
+        out = create_backend("native", layout, CPU).plan(alone).forward(q[row : row + 1], *cache.layer(0), scoring)
+        assert torch.equal(out[0], found[row])
 
 
 @pytest.mark.parametrize("name", ["sdpa", native])

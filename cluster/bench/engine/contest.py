@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -47,6 +48,8 @@ from protocol.layout import ITEMSIZE, PADDING_BLOCK, KVLayout
 
 SPARE_BLOCKS = 2
 """Of each sequence: the scheduler admits nobody who could not grow."""
+RIVAL_SHARE = 1.25
+"""Cache of a rival by ours: its blocks may be larger, and the last of each sequence is not full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +172,7 @@ def compare_engines(options: EngineOptions, console: Console) -> bool:
     check_files(options.json, options.plot)
     pool = plan.layout.pool_bytes(plan.config.num_blocks)
     if plan.device.type == "cpu":
-        memory.check_room(pool * (1 + len(options.rivals.names)) + HOST_READ_BYTES)
+        memory.check_room(int(pool * (1 + RIVAL_SHARE * len(options.rivals.names))) + HOST_READ_BYTES)
     if plan.config.threads is not None:
         torch.set_num_threads(plan.config.threads)
     found = _Found()
@@ -203,8 +206,8 @@ async def _run(
         stepper = await Stepper.load(plan.config)
         stack.callback(stepper.close)
         now = time.process_time if options.cpu_time else time.perf_counter
-        ours = Ours(stepper, now)
-        device = Device(plan.device, TORCH_DTYPES[dtype], now)
+        ours = await Ours.made(stepper, now)
+        device = await stepper.call(partial(Device, plan.device, TORCH_DTYPES[dtype], now))
         order = RivalOrder(
             model=plan.config.model,
             dtype=dtype,
@@ -212,7 +215,7 @@ async def _run(
             threads=torch.get_num_threads(),
             max_model_len=stepper.runner.max_model_len,
             max_sequences=plan.config.max_sequences,
-            kv_bytes=plan.layout.pool_bytes(plan.config.num_blocks),
+            kv_bytes=int(RIVAL_SHARE * plan.layout.pool_bytes(plan.config.num_blocks)),
             cpu_time=options.cpu_time,
         )
         if options.rivals.names:

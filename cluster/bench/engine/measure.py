@@ -64,7 +64,7 @@ async def measure_case(
     began = time.monotonic()
     while len(rates) < MIN_ROUNDS or time.monotonic() - began < effort.seconds:
         reads = await _round(case, ours, rivals, times, device, effort.steps, order, on_rival)
-        rates.append(Rates(statistics.median(reads), device.multiply()))
+        rates.append(Rates(statistics.median(reads), await ours.call(device.multiply)))
         on_round(min(1.0, (time.monotonic() - began) / effort.seconds, len(rates) / MIN_ROUNDS))
     floors = [floor(work, rate)[0] for rate in rates]
     typical = Rates(*(statistics.median(values) for values in zip(*rates, strict=True)))
@@ -101,7 +101,7 @@ async def _round(
     on_rival: OnRival,
 ) -> list[float]:
     """One turn of each, in a new order; the device's speed at reading, as it was around them."""
-    reads = [device.read()]
+    reads = [await ours.call(device.read)]
     turns: list[Ours | Rival] = [ours, *rivals]
     order.shuffle(turns)
     for entrant in turns:
@@ -113,5 +113,5 @@ async def _round(
             on_rival(RivalState(rival=entrant.name, reason=f"{case}: {error.message}"))
         else:
             times.setdefault(entrant.name, []).append(statistics.fmean(seconds))
-        reads.append(device.read())
+        reads.append(await ours.call(device.read))
     return reads

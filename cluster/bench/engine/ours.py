@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
+from typing import Self
 
 from cluster.bench.engine.case import EngineCase
 from cluster.bench.engine.figures import OURS
@@ -38,10 +39,22 @@ class Ours:
         self._stepper = stepper
         self._now = now
         self._ids = itertools.count()
-        # What K and V hold does not matter, but that they are there does.
+
+    @classmethod
+    async def made(cls, stepper: Stepper, now: Callable[[], float] = time.perf_counter) -> Self:
+        """Ours, with something in every block: what K and V hold does not matter, but that they are there does."""
         cache = stepper.runner.cache.tensor
-        cache[0].copy_(cache[0].float().normal_())
-        cache[1:] = cache[0]
+
+        def fill() -> None:
+            cache[0].copy_(cache[0].float().normal_())
+            cache[1:] = cache[0]
+
+        await stepper.call(fill)
+        return cls(stepper, now)
+
+    async def call(self, work: Callable[[], float]) -> float:
+        """What ``work`` gives, in the engine's thread; see :meth:`Stepper.call`."""
+        return await self._stepper.call(work)
 
     async def turn(self, case: EngineCase, steps: int) -> list[float]:
         """Seconds of each of ``steps`` steps of a decode, or of the one prefill; raises as these."""
