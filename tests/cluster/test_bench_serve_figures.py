@@ -116,7 +116,8 @@ def counted(prompt: int, output: int) -> Piece:
 
 
 def watched(*pieces: tuple[float, Piece], error: str | None = None) -> tuple[Record, list[float]]:
-    watch = Stopwatch(due=10.0, sent=10.5)
+    watch = Stopwatch(due=10.0, now=10.1)
+    watch.sent(10.5)
     for now, piece in pieces:
         watch.push(piece, now)
     return watch.record(3, began=4.0, asked=7, now=20.0, error=error), watch.gaps

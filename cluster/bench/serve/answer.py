@@ -16,7 +16,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     Attributes:
         index: its place in the trace.
         due: when it should have been sent.
-        late: after that it really was.
+        late: after that it really was, connecting included.
         ttft: from ``due`` to the first token; None where none came.
         e2e: from ``due`` to the last event.
         tpot: mean of the tokens after the first; None where there were none.
@@ -38,13 +38,20 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Stopwatch:
-    """Takes the times of one answer. Life cycle: made when it is sent, :meth:`push` for each event, :meth:`record`."""
+    """Takes the times of one answer.
 
-    def __init__(self, *, due: float, sent: float) -> None:
-        self._due, self._sent, self._last = due, sent, sent
+    Life cycle: made when it is to be sent, :meth:`sent` when it has been, :meth:`push` for each event, :meth:`record`.
+    """
+
+    def __init__(self, *, due: float, now: float) -> None:
+        self._due, self._sent, self._last = due, now, now
         self._moments = array("d")
         self._prompt_tokens: int | None = None
         self._output_tokens: int | None = None
+
+    def sent(self, now: float) -> None:
+        """The last byte of the request has been handed to the kernel."""
+        self._sent = now
 
     def push(self, piece: Piece, now: float) -> None:
         """An event has come at ``now``."""

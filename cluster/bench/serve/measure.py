@@ -199,12 +199,12 @@ class _Run:
     async def _ask(self, order: Order) -> None:
         index, self._index = self._index, self._index + 1
         body = self._server.body(self._prompts, order.request)
-        sent = clock()
-        watch = Stopwatch(due=order.due, sent=sent)
-        self._last_due, self._last_sent = max(self._last_due, order.due), max(self._last_sent, sent)
+        watch = Stopwatch(due=order.due, now=clock())
         error = await self._server.stream(body, watch, clock, self._options.patience)
         ended = clock()
         record = watch.record(index, began=self._began, asked=order.request.prompt_tokens, now=ended, error=error)
+        self._last_due = max(self._last_due, order.due)
+        self._last_sent = max(self._last_sent, order.due + record.late)
         self._last_end = max(self._last_end, ended)
         self._taken.records.append(record)
         self._taken.wanted[index] = order.request.output_tokens

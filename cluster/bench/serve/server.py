@@ -30,6 +30,8 @@ from router.client.wire import (
 )
 
 PROBE_SECONDS = 60.0
+SENT = "http11.send_request_body.complete"
+"""As httpx names it."""
 TEXT_SHARE = 0.9
 """Of a context that text may be thought to fill: its tokens are not known to the number."""
 
@@ -88,9 +90,17 @@ class Server:
             return "timeout"
 
     async def _streamed(self, body: bytes, watch: Stopwatch, clock: Callable[[], float]) -> str | None:
+        async def told(event: str, _: dict[str, object]) -> None:
+            if event == SENT:
+                watch.sent(clock())
+
         try:
             async with self._http.stream(
-                "POST", COMPLETIONS, content=body, headers=request_headers(timings=False, request_id=None)
+                "POST",
+                COMPLETIONS,
+                content=body,
+                headers=request_headers(timings=False, request_id=None),
+                extensions={"trace": told},
             ) as response:
                 if response.status_code >= 400:
                     return f"http_{response.status_code}"
