@@ -8,7 +8,6 @@ makes a new actor of the name where there shall be one. SIGTERM drains. Only con
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import sys
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from cluster.hosting import Host, HostState, Service, StartProgress
+from cluster.log_format import set_up_logging
 from cluster.phases import Phase, process_age
 from cluster.plan import ActorOrder, decode_config, prefill_config, router_config
 
@@ -86,8 +86,9 @@ class ServiceActor:
         import ray
 
         self._process = Phase(name="process", seconds=process_age())
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         self._order = msgspec.json.decode(order, type=ActorOrder)
+        logs = self._order.config.logging
+        set_up_logging(self._order.name, logs.format, logs.level)
         self._address = ray.util.get_node_ip_address()
         self._host = Host(self._order.name, self._make, on_fatal=_end_process, on_left=_leave)
         self._host.begin()

@@ -15,6 +15,7 @@ from cluster.config_command import config_app
 from cluster.explain_command import explain_command
 from cluster.fleet_command import drain_command, logs_command, restart_command, scale_command
 from cluster.model_command import model_app
+from cluster.sizing.command import plan_command
 from protocol.errors import ClusterError, InvariantViolation, KVFerryError
 
 app = typer.Typer(
@@ -33,6 +34,7 @@ app.command("scale")(scale_command)
 app.command("drain")(drain_command)
 app.command("restart")(restart_command)
 app.command("logs")(logs_command)
+app.command("plan")(plan_command)
 
 ERROR_STATUS = 1
 INTERNAL_ERROR_STATUS = 70

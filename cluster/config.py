@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from cluster.log_format import LogFormat, LogLevel
 from kv_transfer.choice import AUTO, GPUDIRECT_BY, MODES
 from kv_transfer.transport import GPUDIRECT, GpuDirect
 from protocol.errors import ConfigError
@@ -294,6 +295,18 @@ class ScaleSection(msgspec.Struct, frozen=True, kw_only=True):
         _check(self, ("drain_timeout", 0 <= self.drain_timeout <= 86400, "in [0, 86400] seconds"))
 
 
+class LoggingSection(msgspec.Struct, frozen=True, kw_only=True):
+    """What the processes write of themselves; ``kvferry logs`` shows it.
+
+    Attributes:
+        format: "text" for people, "json" for an object a line, with the ids of requests.
+        level: of the least that is written.
+    """
+
+    format: LogFormat = "text"
+    level: LogLevel = "info"
+
+
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One cluster.
 
@@ -303,7 +316,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
         served_name: what clients call the model; None takes the last part of ``model``.
         engine: settings shared by every worker.
         prefill, decode: the workers of each role.
-        router, transfer, scale, ray: see there.
+        router, transfer, scale, ray, logging: see there.
 
     Raises:
         ConfigError: names the field and the value.
@@ -319,6 +332,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     transfer: TransferSection = TransferSection()
     scale: ScaleSection = ScaleSection()
     ray: RaySection = RaySection()
+    logging: LoggingSection = LoggingSection()
 
     def __post_init__(self) -> None:
         _check(

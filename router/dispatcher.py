@@ -295,7 +295,7 @@ class Dispatcher:
             self._working = False
 
     def _perform(self, live: LiveRequest, instruction: Instruction, now: float) -> None:
-        machine = live.machine
+        machine, name = live.machine, live.generation.name
         match instruction:
             case Emit():
                 self._emit(live, instruction, now)
@@ -314,11 +314,11 @@ class Dispatcher:
                 self._blame(peers, cause.message, now)
             case Retry(cause, attempt):
                 self._metrics.retries.labels(cause.code).inc()
-                _log.info("request %s: attempt %d follows: %s", machine.request_id, attempt, cause.message)
+                _log.info("request %s (%s): attempt %d follows: %s", machine.key, name, attempt, cause.message)
             case Fail(error):
                 live.mailbox.fail(error)
                 self._metrics.ended("failed", error.code)
-                _log.warning("request %s failed: %s: %s", machine.request_id, error.code, error.message)
+                _log.warning("request %s (%s) failed: %s: %s", machine.key, name, error.code, error.message)
 
     def _carried_by(self, message: Reserve | Prefill) -> list[LiveRequest]:
         found = [(self._live.get(fork.key.request_id), fork.key) for fork in message.forks]

@@ -18,7 +18,7 @@ from router.front.keys import hash_of, read_keys
 
 COMMANDS = (
     *("up", "status", "scale", "drain", "restart", "logs", "down", "complete", "chat", "demo", "doctor"),
-    *("config", "model", "bench", "key", "explain", "version"),
+    *("config", "model", "bench", "key", "explain", "plan", "version"),
 )
 
 
