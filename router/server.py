@@ -166,7 +166,9 @@ class RouterServer:
 
     def _bind(self) -> socket.socket:
         family = socket.AF_INET6 if ":" in self._config.host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        # Named, it is that of each connection too, and asyncio then sends what is written at once; else the second
+        # write of an answer, its first token, waits up to 40 ms for the client to acknowledge the first.
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((self._config.host, self._config.port))

@@ -13,9 +13,11 @@ from cluster.bench.attention.shape import DEFAULT_SHAPE, SHAPES
 from cluster.bench.disaggregation.command import disaggregation_command
 from cluster.bench.options import BlockSize, CaseSeconds, DeviceName, Json, Order, Plot, RivalPython, Threads
 from cluster.bench.preset import DEFAULT_PRESET, PRESETS
+from cluster.bench.serve.command import serve_command
 
 bench_app = typer.Typer(name="bench", help="Measure what this machine and a cluster reach.", no_args_is_help=True)
 bench_app.command("disaggregation")(disaggregation_command)
+bench_app.command("serve")(serve_command)
 
 OUTPUT_TOKENS = 16
 

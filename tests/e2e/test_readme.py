@@ -22,7 +22,11 @@ COMMANDS = [line for language, body in BLOCKS if language == "sh" for line in bo
 SNIPPETS = [body for language, body in BLOCKS if language == "python"]
 DEMO, TEST, UP, DOWN = "make demo", "make test", "kvferry up cluster.yaml", "kvferry down"
 URL = "http://127.0.0.1:8000"
-BRIEFLY = {"kvferry bench transfer": "--seconds 0.05", f"kvferry bench latency --url {URL}": "--runs 1"}
+BRIEFLY = {
+    "kvferry bench transfer": "--seconds 0.05",
+    f"kvferry bench latency --url {URL}": "--runs 1",
+    next(command for command in COMMANDS if command.startswith("kvferry bench serve")): "--requests 3 --warmup 1",
+}
 """What is added to commands that measure, for here nobody reads their figures."""
 
 

@@ -89,13 +89,12 @@ def synthetic(kind: Kind, options: TraceOptions) -> Iterator[TraceRequest]:
     """
     if options.rate is None:
         raise ConfigError(f"the trace {options.name} needs a rate", field="rate")
-    burstiness = kind.burstiness if options.burstiness is None else options.burstiness
     conversations = Conversations(kind, options, random.Random(f"{options.seed} content"))  # noqa: S311
-    for at in arrival_times(
+    times = arrival_times(
         random.Random(f"{options.seed} arrivals"),  # noqa: S311
         requests=options.requests,
         rate=options.rate,
         rate_end=options.rate_end,
-        burstiness=burstiness,
-    ):
-        yield conversations.request(at)
+        burstiness=kind.burstiness if options.burstiness is None else options.burstiness,
+    )
+    return map(conversations.request, times)

@@ -50,17 +50,23 @@ def from_file(options: TraceOptions) -> Iterator[TraceRequest]:
     if options.rate is not None:
         # As many requests lie between the first and the last as there are gaps.
         scale = (len(lines) - 1) / options.rate / (end - begin) if end > begin else 0.0
-    for session, line in enumerate(lines):
-        output = min(line.output_length, options.max_tokens // 2)
-        prompt = min(line.input_length, options.max_tokens - output)
-        pieces = (one * PIECES + piece for one in line.hash_ids for piece in range(PIECES))
-        yield TraceRequest(
-            at=(line.timestamp - begin) * scale,
-            blocks=tuple(islice(pieces, blocks_for(prompt))),
-            prompt_tokens=prompt,
-            output_tokens=output,
-            session=session,
-        )
+    return (
+        _request(line, session, (line.timestamp - begin) * scale, options.max_tokens)
+        for session, line in enumerate(lines)
+    )
+
+
+def _request(line: _Line, session: int, at: float, limit: int) -> TraceRequest:
+    output = min(line.output_length, limit // 2)
+    prompt = min(line.input_length, limit - output)
+    pieces = (one * PIECES + piece for one in line.hash_ids for piece in range(PIECES))
+    return TraceRequest(
+        at=at,
+        blocks=tuple(islice(pieces, blocks_for(prompt))),
+        prompt_tokens=prompt,
+        output_tokens=output,
+        session=session,
+    )
 
 
 def _lines(file: Path) -> Iterator[_Line]:

@@ -16,7 +16,7 @@ from protocol.errors import ConfigError
 
 
 def stream_trace(options: TraceOptions) -> Iterator[TraceRequest]:
-    """The requests one by one, by their times: a million of them need no room.
+    """The requests one by one, by their times: a million of them need no room. What is wrong is said at once.
 
     Raises:
         ConfigError: no such trace (names those there are), or as :func:`synthetic` and :func:`from_file`.
