@@ -15,8 +15,8 @@ from rich.table import Table
 
 from router.client import Client, Timings
 
-LOWEST_TOKEN_ID, HIGHEST_TOKEN_ID = 100, 40_000
-"""Random prompts are drawn from these: no special token, and inside every supported vocabulary."""
+LOWEST_TOKEN_ID, HIGHEST_TOKEN_ID = 300, 31_000
+"""Random prompts are drawn from these: no special token nor a byte of Llama 2's, and inside every supported family's vocabulary."""
 MIB = 1 << 20
 
 
