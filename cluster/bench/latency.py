@@ -16,7 +16,7 @@ from rich.table import Table
 from router.client import Client, Timings
 
 LOWEST_TOKEN_ID, HIGHEST_TOKEN_ID = 300, 31_000
-"""Random prompts are drawn from these: no special token nor a byte of Llama 2's, and inside every supported family's vocabulary."""
+"""Random prompts are drawn from these: no special token, no byte, and inside every supported family's vocabulary."""
 MIB = 1 << 20
 
 
