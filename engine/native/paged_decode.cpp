@@ -16,7 +16,7 @@
 #include "tape.h"
 #include "vectors.h"
 
-#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512BF16__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
 #define KVF_AMX 1
 extern "C" int kvf_linear_kind();
 #endif
@@ -132,51 +132,6 @@ void tiled_dots(const uint32_t (*packed)[16][kMostHeads], const Run<bf16>& run, 
         const __m512 low = _mm512_permutex2var_ps(fours[0], order, fours[1]);
         const __m512 high = _mm512_permutex2var_ps(fours[2], order, fours[3]);
         _mm512_storeu_ps(scores[g], _mm512_insertf32x8(low, _mm512_castps512_ps256(high), 1));
-    }
-}
-
-// The values of G heads by vdpbf16ps: weights are rounded to bfloat16, as what comes of it will be, and two tokens are
-// added at once. Of each 32 elements the sums lie as unpacking leaves them, see `in_order`.
-template <int G>
-void add_dots(const Run<bf16>& run, const Shape& shape, const float (*weights)[kLanes], const float* rescale,
-              Ahead& ahead, Running* running) {
-    alignas(64) uint32_t pairs[G][kLanes / 2];
-    for (int g = 0; g < G; ++g)
-        _mm256_store_si256(reinterpret_cast<__m256i*>(pairs[g]), (__m256i)_mm512_cvtneps_pbh((__m512)load(weights[g])));
-    for (int c = 0; c < shape.chunks; c += 2) {
-        __m512 low[G], high[G];
-        for (int g = 0; g < G; ++g) {
-            low[g] = (__m512)(running[g].out[c] * rescale[g]);
-            high[g] = (__m512)(running[g].out[c + 1] * rescale[g]);
-        }
-        for (int t = 0; t < run.tokens; t += 2) {
-            if (c == 0) ahead.step();
-            const bf16* from = run.v + t * shape.stride + c * kLanes;
-            const __m512i one = _mm512_loadu_si512(from);
-            const __m512i other = t + 1 < run.tokens ? _mm512_loadu_si512(from + shape.stride) : _mm512_setzero_si512();
-            const __m512bh lower = (__m512bh)_mm512_unpacklo_epi16(one, other);
-            const __m512bh upper = (__m512bh)_mm512_unpackhi_epi16(one, other);
-            for (int g = 0; g < G; ++g) {
-                const __m512bh pair = (__m512bh)_mm512_set1_epi32(static_cast<int>(pairs[g][t / 2]));
-                low[g] = _mm512_dpbf16_ps(low[g], lower, pair);
-                high[g] = _mm512_dpbf16_ps(high[g], upper, pair);
-            }
-        }
-        for (int g = 0; g < G; ++g) {
-            running[g].out[c] = (Floats)low[g];
-            running[g].out[c + 1] = (Floats)high[g];
-        }
-    }
-}
-
-// The sums of `add_dots`, each at its element.
-inline void in_order(Floats* out, int chunks) {
-    const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
-    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-    for (int c = 0; c < chunks; c += 2) {
-        const __m512 low = (__m512)out[c], high = (__m512)out[c + 1];
-        out[c] = (Floats)_mm512_permutex2var_ps(low, first, high);
-        out[c + 1] = (Floats)_mm512_permutex2var_ps(low, second, high);
     }
 }
 
@@ -377,10 +332,6 @@ class Attention {
             asm volatile("" ::: "memory");
             Running running[kMost];
             walk(task, heads, queries, running);
-#ifdef KVF_AMX
-            if (tiled)
-                for (int64_t at = 0; at < task.kv_count * heads; ++at) in_order(running[at].out, shape.chunks);
-#endif
             for (int64_t kv = 0; kv < task.kv_count; ++kv)
                 for (int g = 0; g < heads; ++g) {
                     const int64_t head = (task.head + kv) * shape.group + first + g;
@@ -427,11 +378,6 @@ class Attention {
                 for (int g = 0; g < heads; g += kMostHeads) {
                     const int64_t at = kv * heads + g;
                     by_heads(static_cast<int>(least(kMostHeads, heads - g)), [&](auto count) {
-#ifdef KVF_AMX
-                        if constexpr (std::is_same_v<C, bf16>)
-                            if (queries.tiled)
-                                return add_dots<count()>(runs[kv], shape, scores + at, rescale + at, ahead, running + at);
-#endif
                         add_all_values<C, count()>(runs[kv], shape, scores + at, rescale + at, g == 0, ahead, running + at);
                     });
                 }
