@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,6 +17,23 @@ CaFile = Annotated[
         "--ca-file", envvar="KVFERRY_CA_FILE", help="Who vouches for a router's TLS, in PEM.", show_default=False
     ),
 ]
+KeyFile = Annotated[Path | None, typer.Option(metavar="FILE", help="With a key alone in it, for whom wants one.")]
+
+
+def shown_key(key: str | None, file: Path | None) -> str | None:
+    """The key in ``file``, or ``key`` where there is none.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    from protocol.errors import ConfigError
+
+    if file is None:
+        return key
+    try:
+        return file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"api_key_file {file} cannot be read: {error}", field="api_key_file") from error
 
 
 def key_command(name: Annotated[str, typer.Argument(metavar="NAME", help="Of whoever gets the key.")]) -> None:

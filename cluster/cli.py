@@ -17,6 +17,7 @@ from cluster.fleet_command import drain_command, logs_command, restart_command, 
 from cluster.model_command import model_app
 from cluster.simulation.command import simulate_command
 from cluster.sizing.command import plan_command
+from cluster.top_command import top_command
 from protocol.errors import ClusterError, InvariantViolation, KVFerryError
 
 app = typer.Typer(
@@ -31,6 +32,7 @@ app.add_typer(bench_app)
 app.add_typer(config_app)
 app.command("key")(key_command)
 app.command("explain")(explain_command)
+app.command("top")(top_command)
 app.command("scale")(scale_command)
 app.command("drain")(drain_command)
 app.command("restart")(restart_command)

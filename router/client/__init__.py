@@ -12,6 +12,7 @@
 from router.client.asynchronous import AsyncClient, AsyncStream
 from router.client.calls import ToolCall, ToolCallDelta
 from router.client.explanation import Explanation, Placed
+from router.client.overview import ClusterOverview, WorkerOverview
 from router.client.results import Chunk, Completion, Health, ModelCard, Timings, Usage
 from router.client.scores import RankedToken, ScoredToken, Tokenization
 from router.client.synchronous import Client, Stream
@@ -21,6 +22,7 @@ __all__ = [
     "AsyncStream",
     "Chunk",
     "Client",
+    "ClusterOverview",
     "Completion",
     "Explanation",
     "Health",
@@ -34,4 +36,5 @@ __all__ = [
     "ToolCall",
     "ToolCallDelta",
     "Usage",
+    "WorkerOverview",
 ]

@@ -16,6 +16,7 @@ from urllib.parse import quote
 import httpx
 
 from router.client.explanation import Explanation, explanation_of
+from router.client.overview import ClusterOverview, overview_of
 from router.client.results import (
     Chunk,
     Completion,
@@ -32,6 +33,7 @@ from router.client.results import (
 from router.client.scores import Tokenization
 from router.client.wire import (
     CHAT,
+    CLUSTER,
     COMPLETIONS,
     DETOKENIZE,
     EXPLAIN,
@@ -258,6 +260,10 @@ class AsyncClient:
         """
         path = EXPLAIN + quote(request_id, safe="")
         return explanation_of(await self._content(await self._send("GET", path, None, {})))
+
+    async def cluster(self) -> ClusterOverview:
+        """The router's workers, and what they do."""
+        return overview_of(await self._content(await self._send("GET", CLUSTER, None, {})))
 
     async def health(self) -> Health:
         """The router's health; being not ready is an answer, not an error."""

@@ -15,6 +15,7 @@ from urllib.parse import quote
 import httpx
 
 from router.client.explanation import Explanation, explanation_of
+from router.client.overview import ClusterOverview, overview_of
 from router.client.results import (
     Chunk,
     Completion,
@@ -31,6 +32,7 @@ from router.client.results import (
 from router.client.scores import Tokenization
 from router.client.wire import (
     CHAT,
+    CLUSTER,
     COMPLETIONS,
     DETOKENIZE,
     EXPLAIN,
@@ -257,6 +259,10 @@ class Client:
         """
         path = EXPLAIN + quote(request_id, safe="")
         return explanation_of(self._content(self._send("GET", path, None, {})))
+
+    def cluster(self) -> ClusterOverview:
+        """The router's workers, and what they do."""
+        return overview_of(self._content(self._send("GET", CLUSTER, None, {})))
 
     def health(self) -> Health:
         """The router's health; being not ready is an answer, not an error."""

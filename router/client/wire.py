@@ -29,6 +29,7 @@ CHAT = "/v1/chat/completions"
 MODELS = "/v1/models"
 HEALTH = "/health"
 EXPLAIN = "/explain/"
+CLUSTER = "/cluster"
 TOKENIZE = "/tokenize"
 DETOKENIZE = "/detokenize"
 

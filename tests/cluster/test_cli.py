@@ -18,7 +18,7 @@ from router.front.keys import hash_of, read_keys
 
 COMMANDS = (
     *("up", "status", "scale", "drain", "restart", "logs", "down", "complete", "chat", "demo", "doctor"),
-    *("config", "model", "bench", "key", "explain", "plan", "version"),
+    *("config", "model", "bench", "key", "explain", "top", "plan", "version"),
 )
 
 
@@ -75,6 +75,7 @@ def test_the_command_starts_without_the_heavy_packages() -> None:
         (("chat", " ", "--url", "http://127.0.0.1:9"), "the message is empty"),
         (("complete", "hello"), "no cluster is up here"),
         (("explain", "r", "--url", "http://127.0.0.1:9"), "127.0.0.1:9"),
+        (("top", "http://127.0.0.1:9", "--once"), "127.0.0.1:9"),
     ],
 )
 def test_an_error_is_one_line_and_a_status(arguments: tuple[str, ...], said: str, here: Refused) -> None:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
 
-from cluster.api_key import ApiKey, CaFile
+from cluster.api_key import ApiKey, CaFile, KeyFile, shown_key
 from cluster.bench.options import Json, Plot
 
 N = TypeVar("N", int, float)
 
-KeyFile = Annotated[Path | None, typer.Option(metavar="FILE", help="With a key alone in it, for whom wants one.")]
 DEFAULT_REQUESTS = 100
 
 
@@ -90,8 +88,8 @@ def serve_command(
     shape: dict[str, Any] = {"burstiness": burstiness, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
     options = ServeOptions(
         servers=(
-            Address(url or default_url(), model, _key(api_key, api_key_file), ca_file),
-            *(() if vs is None else (Address(vs, vs_model, _key(None, vs_api_key_file), ca_file),)),
+            Address(url or default_url(), model, shown_key(api_key, api_key_file), ca_file),
+            *(() if vs is None else (Address(vs, vs_model, shown_key(None, vs_api_key_file), ca_file),)),
         ),
         trace=TraceOptions(
             name=trace,
@@ -176,14 +174,3 @@ def _pair(text: str, kind: Callable[[str], N], *, field: str) -> tuple[N, N]:
         return kind(one), kind(other)
     except ValueError as error:
         raise ConfigError(f"{field} must be two numbers as 1:10, got {text!r}", field=field) from error
-
-
-def _key(key: str | None, file: Path | None) -> str | None:
-    from protocol.errors import ConfigError
-
-    if file is None:
-        return key
-    try:
-        return file.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"api_key_file {file} cannot be read: {error}", field="api_key_file") from error

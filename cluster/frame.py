@@ -1,0 +1,89 @@
+"""One frame of ``kvferry top``: what a router says of its workers, drawn."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from router.client import ClusterOverview, WorkerOverview
+
+BAR = 24
+BLOCKS = (
+    ("active", "green"),
+    ("exported", "magenta"),
+    ("importing", "cyan"),
+    ("draining", "yellow"),
+    ("cached", "blue"),
+)
+"""States of a pool's blocks, as the bar shows them; the rest of it is free."""
+STATE_STYLES = {"live": "green", "draining": "yellow"}
+
+
+def frame(now: ClusterOverview, before: ClusterOverview | None = None, seconds: float = 0.0) -> RenderableType:
+    """The cluster ``now``; rates since ``before``, which is ``seconds`` old, where there is such a one."""
+    head = Text(f"{now.router}: {now.model}, policy {now.policy}, {now.live_requests} live requests")
+    table = Table(
+        *("worker", "role", "state", "pool", "used", "cached", "waiting", "running", "handoffs"),
+        *("prefill tok/s", "decode tok/s", "KV MB/s", "seen"),
+    )
+    earlier = {(each.name, each.incarnation): each for each in before.workers} if before else {}
+    for worker in now.workers:
+        load = worker.load
+        known = earlier.get((worker.name, worker.incarnation))
+        table.add_row(
+            Text(worker.name),
+            Text(worker.role),
+            Text(worker.state, style=STATE_STYLES.get(worker.state, "bold red")),
+            _bar(worker),
+            f"{load.pool.used}/{load.pool.total - load.pool.reserved}",
+            str(load.pool.cached),
+            str(load.waiting),
+            str(load.running),
+            str(load.open_leases + load.open_imports),
+            *_rates(worker, known, seconds),
+            f"{worker.last_seen_s:.1f} s",
+        )
+    legend = Text("pool: ")
+    for name, style in BLOCKS:
+        legend.append("█ ", style).append(f"{name}  ")
+    legend.append("░ free")
+    return Group(head, table, legend, *(Text(alert, style="bold red") for alert in alerts(now)))
+
+
+def alerts(now: ClusterOverview) -> list[str]:
+    """What somebody should look at."""
+    found = []
+    for worker in now.workers:
+        if worker.state == "lost":
+            found.append(f"{worker.name} is lost: {worker.reason or 'no reason is known'}")
+        elif worker.breaker.state != "closed":
+            found.append(f"{worker.name} gets no usual work, its breaker is {worker.breaker.state}")
+        if worker.leaked_blocks:
+            found.append(f"{worker.name} has {worker.leaked_blocks} leaked blocks")
+    return found
+
+
+def _bar(worker: WorkerOverview) -> Text:
+    pool = worker.load.pool
+    usable = pool.total - pool.reserved
+    bar, held, drawn = Text(), 0, 0
+    for name, style in BLOCKS:
+        held += getattr(pool, name)
+        # Ends are rounded, not lengths: so that they never add up to more than the bar.
+        end = min(BAR, round(BAR * held / usable)) if usable > 0 else 0
+        bar.append("█" * (end - drawn), style)
+        drawn = max(drawn, end)
+    return bar.append("░" * (BAR - drawn))
+
+
+def _rates(now: WorkerOverview, before: WorkerOverview | None, seconds: float) -> tuple[str, str, str]:
+    if before is None or seconds <= 0:
+        return "-", "-", "-"
+    prefill = (now.load.prefill_tokens - before.load.prefill_tokens) / seconds
+    decode = (now.load.decode_tokens - before.load.decode_tokens) / seconds
+    moved = (now.load.kv_bytes - before.load.kv_bytes) / seconds / 1e6
+    return f"{prefill:.0f}", f"{decode:.0f}", f"{moved:.1f}"
