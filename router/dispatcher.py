@@ -313,6 +313,8 @@ class Dispatcher:
             case Blame(peers, cause):
                 self._blame(peers, cause.message, now)
             case Retry(cause, attempt):
+                if live.decision is not None:
+                    self._placer.release(live.decision)
                 self._metrics.retries.labels(cause.code).inc()
                 _log.info("request %s (%s): attempt %d follows: %s", machine.key, name, attempt, cause.message)
             case Fail(error):
@@ -389,8 +391,9 @@ class Dispatcher:
     def _forget(self, live: LiveRequest, now: float) -> None:
         machine = live.machine
         first = machine.timeline.first_token
-        if self._live.pop(machine.request_id, None) is None or live.decision is None or first is None:
+        if self._live.pop(machine.request_id, None) is None or live.decision is None:
             return
+        self._placer.release(live.decision)
         # Where several attempts gave the tokens, none of them tells of a worker.
-        if not machine.attempt:
-            self._placer.ended(live.decision, machine.emitted, now - first)
+        if first is not None and not machine.attempt:
+            self._placer.ended(live.decision, machine.emitted, now - first, now)

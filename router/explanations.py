@@ -67,6 +67,7 @@ class Decision:
         prefill, decode: the chosen incarnations.
         predicted_ttft, predicted_tpot, predicted_transfer: in seconds; no decode, no output after the first token.
         measured_ttft, measured_tpot: from ``at`` on; None until they are known.
+        charged_tokens, charged_sequences: what the fleet still reckons with at the two workers.
     """
 
     request_id: str
@@ -85,6 +86,8 @@ class Decision:
     decode_candidates: Candidates | None
     measured_ttft: float | None = None
     measured_tpot: float | None = None
+    charged_tokens: float = 0.0
+    charged_sequences: int = 0
 
     def told(self) -> dict[str, Any]:
         """Ready for JSON; holds no address."""

@@ -28,6 +28,11 @@ SHORTEST = 1e-9
 """Seconds that a token takes at least."""
 TRUSTED_STEPS = 100
 """Steps after which a worker's own measurement counts as much as that of its role."""
+COMMON_GAIN, OWN_GAIN = 0.1, 0.01
+"""Weight of each measured time in the correction of a role, and in that of one worker by itself."""
+LARGEST_CORRECTION = 8.0
+FADE = 10.0
+"""Seconds in which a worker's own correction fades to a third."""
 LINK = 1e9
 """Bytes per second that are assumed where no block has crossed yet."""
 _COLUMNS = (
@@ -40,10 +45,10 @@ _COLUMNS = (
     "in_full_steps",
     "crossing",
     "joined",
-    "seen",
     "own_tokens",
     "own_sequences",
     "correction",
+    "corrected",
     "old_steps",
 )
 
@@ -62,9 +67,11 @@ class Fleet:
         in_full_steps: seconds of a token where there are many: the fixed part comes once for each step.
         crossing: seconds that a token's blocks take over its link.
         joined: when this incarnation was first seen; long ago for those that came with the first.
-        seen: when it last beat.
-        own_tokens, own_sequences: sent there by this router since then.
-        correction: what measured times come to, by the predicted ones.
+        own_tokens, own_sequences: sent there by this router since then, less what has ended; below 0 where what the
+            heartbeat counted has.
+        correction: what measured times came to, by those that its role's ``common`` one predicts.
+        corrected: when; it fades from then on.
+        common: by role, what measured times come to, by the predicted ones.
         old_steps: of its steps, those before it came, or came back.
         seeds: of draws, by the workers' names.
         newest: the last time at which one joined.
@@ -79,10 +86,10 @@ class Fleet:
     in_full_steps: Floats
     crossing: Floats
     joined: Floats
-    seen: Floats
     own_tokens: Floats
     own_sequences: Floats
     correction: Floats
+    corrected: Floats
     old_steps: Floats
 
     def __init__(self, model: str, slow_start: float = 0.0) -> None:
@@ -100,6 +107,7 @@ class Fleet:
         for name in _COLUMNS:
             setattr(self, name, np.ones(FIRST_ROWS))
         self._sizes: dict[int, int] | None = None
+        self.common: dict[Role, float] = {"prefill": 1.0, "decode": 1.0}
         self._able: dict[str, Rows] = {}
         self._typical: dict[str, tuple[float, float]] = {}
 
@@ -167,6 +175,35 @@ class Fleet:
         self.own_tokens[row] += tokens
         self.own_sequences[row] += sequences
 
+    def release(self, peer: Peer, tokens: float, sequences: int) -> None:
+        """Work that this router had sent there is over; the last heartbeat may have counted it already."""
+        row = self.find(peer)
+        if row is not None:
+            self.own_tokens[row] = max(self.own_tokens[row] - tokens, -self.waiting[row])
+            self.own_sequences[row] = max(self.own_sequences[row] - sequences, -self.running[row])
+
+    def correct(self, peer: Peer, ratio: float, now: float) -> None:
+        """What was predicted of a worker took ``ratio`` times as long.
+
+        Most of that is its whole role's: load that came after the prediction, or steps that all take for longer than
+        they tell. Were it each worker's own, equals would differ by noise, and the luckiest would get everything.
+        """
+        row = self.find(peer)
+        worker = None if row is None else self.workers[row]
+        if row is None or worker is None:
+            return
+        role = worker.profile.role
+        self.common[role] = _bounded(self.common[role] * ratio**COMMON_GAIN)
+        faded = float(self.correction[row]) ** float(np.exp((self.corrected[row] - now) / FADE))
+        self.correction[row] = _bounded(faded * ratio**OWN_GAIN)
+        self.corrected[row] = now
+
+    def corrections(self, now: float) -> Floats:
+        """By row, what predictions are to be multiplied with; a worker's own part fades, so that none starves by it."""
+        fading = np.exp(np.minimum(self.corrected - now, 0.0) / FADE)
+        corrections: Floats = np.where(self.decode, self.common["decode"], self.common["prefill"])
+        return corrections * self.correction**fading
+
     def _allot(self, name: str) -> int:
         row = next((row for row, worker in enumerate(self.workers) if worker is None), len(self.workers))
         if row == len(self.workers):
@@ -212,7 +249,6 @@ class Fleet:
         self.block_size[row] = size
         link = load.kv_bytes / load.kv_seconds if load.kv_seconds > 0 and load.kv_bytes else LINK
         self.crossing[row] = profile.layout.block_bytes / size / link
-        self.seen[row] = worker.last_seen
         fixed, per_token = self._pace(worker, int(self.old_steps[row]))
         self.fixed[row], self.per_token[row] = fixed, per_token
         self.in_full_steps[row] = max(SHORTEST, per_token + fixed / (profile.step_tokens or STEP_TOKENS))
@@ -234,6 +270,10 @@ class Fleet:
         self._typical[role] = _mixed(typical, own, 0.1)
         steps = max(0, load.steps - old_steps)
         return _mixed(typical, own, steps / (steps + TRUSTED_STEPS))
+
+
+def _bounded(correction: float) -> float:
+    return min(max(correction, 1 / LARGEST_CORRECTION), LARGEST_CORRECTION)
 
 
 def _mixed(here: tuple[float, float], there: tuple[float, float], weight: float) -> tuple[float, float]:

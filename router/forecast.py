@@ -45,9 +45,8 @@ class Forecast:
 
 def forecast(fleet: Fleet, length: int, cached: Floats, now: float, slow_start: float) -> Forecast:
     """For a prompt of ``length`` tokens, of which each worker has ``cached``."""
-    # What a worker has got through since it beat is not ahead any more.
-    done = (now - fleet.seen) / fleet.in_full_steps
-    queue = np.maximum(fleet.waiting + fleet.own_tokens - done, 0.0)
+    queue = np.maximum(fleet.waiting + fleet.own_tokens, 0.0)
+    correction = fleet.corrections(now)
     # The last token's logits are always computed.
     hit = np.minimum(cached, (max(length - 1, 0) // fleet.block_size) * fleet.block_size)
     uncached, missing = length - hit, length - cached
@@ -59,11 +58,11 @@ def forecast(fleet: Fleet, length: int, cached: Floats, now: float, slow_start: 
         queue=queue,
         uncached=uncached,
         # A step that is not full takes its fixed part all the same.
-        ttft=fleet.correction * (fleet.fixed + (queue + uncached) * fleet.in_full_steps),
+        ttft=correction * (fleet.fixed + (queue + uncached) * fleet.in_full_steps),
         compute=uncached * fleet.in_full_steps,
         missing=missing,
         transfer=missing * fleet.crossing,
-        tpot=fleet.correction * (fleet.fixed + fleet.per_token * (fleet.running + fleet.own_sequences + 1.0)),
+        tpot=correction * (fleet.fixed + fleet.per_token * (fleet.running + fleet.own_sequences + 1.0)),
         wait=np.where(fleet.room < missing, ROOM_WAIT, 0.0),
         speed=speed,
     )

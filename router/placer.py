@@ -22,9 +22,6 @@ from router.policy import Choice, Demand, Placement, Snapshot
 from router.prompt_chain import Prompt
 from router.registry import Worker, WorkerRegistry
 
-GAIN = 0.1
-"""Weight of each measured time in a worker's correction."""
-LARGEST_CORRECTION = 8.0
 LEAST_TOKENS = 4
 """Output tokens from which on a pace is measured."""
 
@@ -139,6 +136,8 @@ class Placer:
             predicted_transfer=None if choice.decode is None else float(told.transfer[choice.decode]),
             prefill_candidates=self._candidates(choice.prefill_candidates, PREFILL_FIELDS, columns),
             decode_candidates=decode_candidates,
+            charged_tokens=float(told.uncached[choice.prefill]),
+            charged_sequences=0 if decode is None else demand.sequences,
         )
         fleet.charge(choice.prefill, float(told.uncached[choice.prefill]), 0)
         if choice.decode is not None:
@@ -149,22 +148,32 @@ class Placer:
         """The first token of an attempt came; returns how far the prediction was off, in seconds."""
         decision.measured_ttft = now - decision.at
         if not decision.local_prefill:  # a decode worker's correction is that of its other steps
-            self._correct(decision.prefill, decision.predicted_ttft, decision.measured_ttft)
+            self._correct(decision.prefill, decision.predicted_ttft, decision.measured_ttft, now)
+        self._release_prompt(decision)
         return abs(decision.measured_ttft - decision.predicted_ttft)
 
-    def ended(self, decision: Decision, tokens: int, seconds: float) -> None:
+    def ended(self, decision: Decision, tokens: int, seconds: float, now: float) -> None:
         """An attempt has ended, ``seconds`` after its first of ``tokens`` tokens."""
         if tokens < LEAST_TOKENS or decision.decode is None or decision.predicted_tpot is None:
             return
         decision.measured_tpot = seconds / (tokens - 1)
-        self._correct(decision.decode, decision.predicted_tpot, decision.measured_tpot)
+        self._correct(decision.decode, decision.predicted_tpot, decision.measured_tpot, now)
 
-    def _correct(self, peer: Peer, predicted: float, measured: float) -> None:
-        row = self._fleet.find(peer)
-        if row is None or predicted <= 0 or measured <= 0:
-            return
-        corrected = self._fleet.correction[row] * (measured / predicted) ** GAIN
-        self._fleet.correction[row] = min(max(corrected, 1 / LARGEST_CORRECTION), LARGEST_CORRECTION)
+    def release(self, decision: Decision) -> None:
+        """An attempt is over, however it ended: nothing of it is ahead of anyone any more; done once for each."""
+        self._release_prompt(decision)
+        if decision.decode is not None and decision.charged_sequences:
+            self._fleet.release(decision.decode, 0.0, decision.charged_sequences)
+            decision.charged_sequences = 0
+
+    def _release_prompt(self, decision: Decision) -> None:
+        if decision.charged_tokens:
+            self._fleet.release(decision.prefill, decision.charged_tokens, 0)
+            decision.charged_tokens = 0.0
+
+    def _correct(self, peer: Peer, predicted: float, measured: float, now: float) -> None:
+        if predicted > 0 and measured > 0:
+            self._fleet.correct(peer, measured / predicted, now)
 
     def _see(self, now: float) -> None:
         if self._seen == self._registry.version:

@@ -128,7 +128,7 @@ class SimulatedRouter:
             return
         self._answered(job)
         if request.decision is not None and request.first is not None and not request.attempt:
-            self.placer.ended(request.decision, request.trace.output_tokens, now - request.first)
+            self.placer.ended(request.decision, request.trace.output_tokens, now - request.first, now)
         self._end(request, Outcome.FINISHED)
 
     def _answered(self, job: Job) -> None:
@@ -188,6 +188,8 @@ class SimulatedRouter:
                     self._again(request, event.peer)
 
     def _again(self, request: Request, lost: Peer) -> None:
+        if request.decision is not None:
+            self.placer.release(request.decision)
         job = request.job
         assert job is not None, "it was placed"
         came = self._close(job)
@@ -207,6 +209,8 @@ class SimulatedRouter:
     def _end(self, request: Request, outcome: Outcome) -> None:
         self._live.pop(request.number, None)
         self._waiting.pop(request.number, None)
+        if request.decision is not None:
+            self.placer.release(request.decision)
         self._records.end(request, outcome, self._agenda.now)
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -129,6 +130,28 @@ def test_what_no_pool_has_room_for_is_refused() -> None:
     small = msgspec.structs.replace(FAST, num_blocks=8)
     found = simulate(scenario(profile=small), [alone(200, 1), alone(64, 8, at=0.1)], 2)
     assert (found.refused, found.finished) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("profile", "kind", "rate", "by_turns"),
+    [
+        ("h100-llama8b", "multi-turn", 150.0, 1.05),
+        ("h100-llama8b", "no-reuse", 170.0, 1.05),
+        ("smollm2-cpu", "multi-turn", 5.5, 0.5),
+        ("smollm2-cpu", "no-reuse", 7.0, 1.05),
+    ],
+)
+def test_cost_is_hardly_slower_than_the_policies_that_know_less(
+    profile: str, kind: str, rate: float, by_turns: float
+) -> None:
+    trace = make_trace(kind, requests=500, rate=rate, seed=0)
+    scene = scenario(profile=PROFILES[profile], prefill=8, decode=8)
+    cost, turn, prefix = (
+        simulate(replace(scene, policy=policy), trace, 500).ttft.mean
+        for policy in ("cost", "round_robin", "prefix_aware")
+    )
+    assert cost <= by_turns * turn
+    assert cost <= 1.15 * prefix
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6)), max_size=40))

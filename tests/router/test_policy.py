@@ -257,7 +257,6 @@ def test_a_worker_that_has_just_joined_is_filled_slowly() -> None:
     fleet.see([*old, paced("p1", "prefill")], 100.0)
 
     def chosen(now: float) -> int:
-        fleet.seen[:] = now
         return place("cost", snapshot_of(fleet, now=now, slow_start=10.0), Demand(needs_decode=True)).prefill
 
     assert chosen(100.5) == fleet.row("p0"), "a tenth of its speed is trusted, and 300 tokens wait at the other"
@@ -295,6 +294,32 @@ def test_what_was_sent_counts_until_the_next_heartbeat() -> None:
     fleet.see([paced("p0", "prefill", waiting_tokens=20), workers[1]], 0.5)
     assert fleet.own_tokens[fleet.row("p0")] == 0.0
     assert fleet.waiting[fleet.row("p0")] == 20.0
+
+
+def test_what_has_ended_is_not_reckoned_with_before_the_next_heartbeat() -> None:
+    workers = [paced("p0", "prefill", waiting_tokens=30), paced("d0", "decode", running=2)]
+    fleet = fleet_of(workers)
+    prompts, sequences = fleet.row("p0"), fleet.row("d0")
+    fleet.release(workers[0].peer, 20.0, 0)
+    fleet.release(workers[1].peer, 0.0, 1)
+    assert (fleet.waiting + fleet.own_tokens)[prompts] == 10.0
+    assert (fleet.running + fleet.own_sequences)[sequences] == 1.0
+    fleet.release(workers[0].peer, 20.0, 0)
+    fleet.release(workers[1].peer, 0.0, 4)
+    assert (fleet.waiting + fleet.own_tokens)[prompts] == (fleet.running + fleet.own_sequences)[sequences] == 0.0
+
+
+def test_a_correction_is_mostly_that_of_the_role_and_a_workers_own_fades() -> None:
+    workers = [paced("d0", "decode"), paced("d1", "decode"), paced("p0", "prefill")]
+    fleet = fleet_of(workers)
+    for _ in range(10):
+        fleet.correct(workers[0].peer, 2.0, 5.0)
+    rows = [fleet.row(name) for name in ("d0", "d1", "p0")]
+    own, other, prefill = fleet.corrections(5.0)[rows]
+    assert (other, prefill) == (pytest.approx(2.0), 1.0)
+    assert other < own < 1.1 * other
+    later = fleet.corrections(100.0)[rows]
+    assert later[0] == pytest.approx(later[1], rel=1e-3)
 
 
 def test_a_session_stays_where_it_is_when_others_join() -> None:
