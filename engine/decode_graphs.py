@@ -56,6 +56,7 @@ class DecodeGraphs:
         self._inputs: DecodeInputs | None = None
         self._logits: torch.Tensor | None = None
         self._replays: dict[int, Callable[[], None]] = {}
+        self._plans: list[AttentionPlan] = []
 
     @property
     def captured(self) -> tuple[int, ...]:
@@ -82,9 +83,11 @@ class DecodeGraphs:
                         logger.info("decodes are not captured: the attention backend looks at values of its step")
                         self._inputs = None
                         return
+                    self._plans.append(plan)
                     self._replays[size] = self._recorder.record(partial(self._compute, rows, plan))
         except RuntimeError as error:
             self._replays.clear()
+            self._plans.clear()
             self._inputs = self._logits = None
             logger.warning("decodes are launched kernel by kernel, for they cannot be captured: %s", error)
             return

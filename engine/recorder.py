@@ -31,7 +31,8 @@ class Recorder(ABC):
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         """What repeats the work of ``run``, on the same addresses, in the caller's order of work.
 
-        ``run`` is called by this, at least once: it must depend on nothing but the contents of tensors.
+        ``run`` is called by this, at least once: it must depend on nothing but the contents of tensors. It is not kept:
+        what it works on is the caller's to keep, for as long as it replays.
 
         Raises:
             RuntimeError: torch's, where something in it cannot be recorded, or there is no memory.

@@ -58,7 +58,7 @@ class TapeRecorder(Recorder):
         """See :meth:`Recorder.record`."""
         kernels = self._kernels
         tape = kernels.tape_new()
-        recording = Recording(kernels, tape, run)
+        recording = Recording(kernels, tape)
         kernels.tape_record(tape)
         try:
             with Listener(recording, self._scratch):
@@ -82,14 +82,12 @@ class Recording:
 
     Args:
         kernels: that made the tape.
-        tape: taken over.
-        run: what was recorded; holds what the tape's addresses belong to.
+        tape: taken over; what its addresses belong to is the caller's to keep.
     """
 
-    def __init__(self, kernels: Kernels, tape: int, run: Callable[[], None]) -> None:
+    def __init__(self, kernels: Kernels, tape: int) -> None:
         self._kernels = kernels
         self._tape = tape
-        self._run = run
         self._done = 0
         self._parts: list[tuple[int, int, Callable[[], object] | None]] = []
         weakref.finalize(self, kernels.tape_free, tape)
@@ -121,6 +119,11 @@ class Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._recording = recording
         self._scratch = scratch
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing here is compiled by torch; to be kept from it by torch means to load its compiler, over a second.
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -56,7 +57,7 @@ class Tally:
     found: int = 0
 
 
-class SimulatedWorker:
+class SimulatedWorker(ABC):
     """One life of one worker; a kind of it says what it does with its jobs.
 
     Attributes:
@@ -92,9 +93,9 @@ class SimulatedWorker:
             step_tokens=site.profile.step_tokens if self.role == "prefill" else 0,
         )
 
+    @abstractmethod
     def load(self) -> WorkerLoad:
         """As the next heartbeat has it."""
-        raise NotImplementedError
 
     def beat(self) -> None:
         """Send a heartbeat, and again and again."""

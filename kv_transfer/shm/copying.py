@@ -128,6 +128,7 @@ class HostCopier(Copier):
         self.nbytes = self._source.nbytes
         self._from: Bytes = np.frombuffer(self._source, np.uint8)
         self._into: Bytes = np.frombuffer(target, np.uint8)
+        self._addresses = self._into.ctypes.data, self._from.ctypes.data
         self._copies = load_copies()
 
     def copy(self, batch: Sequence[Run], *, summed: bool = False) -> None:
@@ -140,7 +141,7 @@ class HostCopier(Copier):
         copy_runs = self._copies.holding if nbytes < RELEASE_BYTES else self._copies.letting_go
         # What is summed next should lie in a cache.
         past_caches = nbytes >= STREAM_BYTES and not summed
-        copy_runs(self._into.ctypes.data, self._from.ctypes.data, runs.ctypes.data, len(batch), past_caches)
+        copy_runs(*self._addresses, runs.ctypes.data, len(batch), past_caches)
 
     def _copy_by_run(self, batch: Sequence[Run]) -> None:
         for source, target, nbytes in batch:

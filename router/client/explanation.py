@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from protocol.errors import MalformedFrame
+from router.client.results import decoded
 
 
 class Times(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +63,4 @@ def explanation_of(body: bytes) -> Explanation:
     Raises:
         MalformedFrame: it is something else.
     """
-    try:
-        return msgspec.json.decode(body, type=Explanation)
-    except msgspec.MsgspecError as error:
-        raise MalformedFrame(f"the router's explanation cannot be read: {error}") from error
+    return decoded(body, Explanation, "the router's explanation cannot be read")

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from protocol.errors import MalformedFrame
 from protocol.messages import WorkerLoad
+from router.client.results import decoded
 
 
 class WorkerBreaker(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +62,4 @@ def overview_of(body: bytes) -> ClusterOverview:
     Raises:
         MalformedFrame: it is something else.
     """
-    try:
-        return msgspec.json.decode(body, type=ClusterOverview)
-    except msgspec.MsgspecError as error:
-        raise MalformedFrame(f"the router's view of the cluster cannot be read: {error}") from error
+    return decoded(body, ClusterOverview, "the router's view of the cluster cannot be read")

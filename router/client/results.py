@@ -170,11 +170,16 @@ class _Text(msgspec.Struct):
     prompt: str
 
 
-def _decode(data: bytes | str, kind: type[T]) -> T:
+def decoded(data: bytes | str, kind: type[T], fault: str = "the router's answer does not decode") -> T:
+    """What the router says, as ``kind``.
+
+    Raises:
+        MalformedFrame: it is something else; begins with ``fault``.
+    """
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise MalformedFrame(f"the router's answer does not decode: {error}") from error
+        raise MalformedFrame(f"{fault}: {error}") from error
 
 
 def completion_of(body: bytes, request_id: str) -> Completion:
@@ -183,7 +188,7 @@ def completion_of(body: bytes, request_id: str) -> Completion:
     Raises:
         MalformedFrame: it is not one.
     """
-    answer = _decode(body, _Answer)
+    answer = decoded(body, _Answer)
     if not answer.choices:
         raise MalformedFrame("the router's answer has no choices")
     ordered = sorted(answer.choices, key=lambda choice: choice.index)
@@ -207,7 +212,7 @@ def chunk_of(data: str) -> Chunk:
     Raises:
         KVFerryError: the router reports that the answer failed.
     """
-    answer = _decode(data, _Answer)
+    answer = decoded(data, _Answer)
     if answer.error is not None:
         raise _error(answer.error, "internal_error")
     choice = answer.choices[0] if answer.choices else _Choice()
@@ -241,29 +246,29 @@ def joined(chunks: Sequence[Chunk], request_id: str) -> Completion:
 
 def models_of(body: bytes) -> tuple[ModelCard, ...]:
     """The served models."""
-    return tuple(_decode(body, _Models).data)
+    return tuple(decoded(body, _Models).data)
 
 
 def tokenization_of(body: bytes) -> Tokenization:
     """What ``/tokenize`` says."""
-    return _decode(body, Tokenization)
+    return decoded(body, Tokenization)
 
 
 def text_of(body: bytes) -> str:
     """What ``/detokenize`` says."""
-    return _decode(body, _Text).prompt
+    return decoded(body, _Text).prompt
 
 
 def health_of(body: bytes) -> Health:
     """The router's health."""
-    return _decode(body, Health)
+    return decoded(body, Health)
 
 
 def error_of(status: int, body: bytes) -> KVFerryError:
     """The error that an answer with this status stands for, rebuilt to its class."""
     code = CODES_BY_STATUS.get(status, "internal_error" if status >= 500 else "invalid_request")
     try:
-        error = _decode(body, _Answer).error
+        error = decoded(body, _Answer).error
     except MalformedFrame:
         error = None
     if error is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -76,6 +78,19 @@ def test_a_model_that_looks_at_values_and_one_in_float32_are_left_to_python(tmp_
     assert graphs is not None
     assert graphs.captured == ()
     assert runner_of(tiny_model(tmp_path / "llama"), "auto", dtype="float32")._graphs is None
+
+
+def test_a_model_that_replays_goes_with_its_last_reference(tmp_path: Path) -> None:
+    assert KERNELS is not None
+    runner = ModelRunner.load(EngineConfig(model=str(tiny_model(tmp_path)), dtype="bfloat16", num_blocks=8, threads=1))
+    assert runner.capture_decodes(TapeRecorder(KERNELS))
+    pool, graphs = weakref.ref(runner.cache), weakref.ref(runner._graphs)
+    gc.disable()
+    try:
+        del runner
+        assert (pool(), graphs()) == (None, None)
+    finally:
+        gc.enable()
 
 
 def test_what_another_thread_computes_meanwhile_is_not_on_the_tape() -> None:
