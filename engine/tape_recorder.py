@@ -4,8 +4,8 @@ A step of a small batch is some hundred calls of a few microseconds each, and as
 Python. On a tape the calls are made one after the other without Python; the tensors between them lie where they lay.
 
 Life cycle of a recording: made by :meth:`TapeRecorder.record`, replayed as often as wanted, freed with its last
-reference. The memory of what lives within a step belongs to the recorder and serves all its recordings, which run one
-after the other.
+reference. The memory of what lives within a step serves all recordings of a recorder, which run one after the other;
+it is freed with the last of them, the recorder and the tensors that lie there.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class TapeRecorder(Recorder):
         """See :meth:`Recorder.record`."""
         kernels = self._kernels
         tape = kernels.tape_new()
-        recording = Recording(kernels, tape)
+        recording = Recording(kernels, tape, self._scratch)
         kernels.tape_record(tape)
         try:
-            with Listener(recording, self._scratch):
+            with Listener(recording):
                 run()
         finally:
             kernels.tape_record(None)
@@ -82,10 +82,12 @@ class Recording:
 
     Args:
         kernels: that made the tape.
-        tape: taken over; what its addresses belong to is the caller's to keep.
+        tape: taken over; what its addresses belong to, but for ``scratch``, is the caller's to keep.
+        scratch: where tensors made within the step lie.
     """
 
-    def __init__(self, kernels: Kernels, tape: int) -> None:
+    def __init__(self, kernels: Kernels, tape: int, scratch: Scratch) -> None:
+        self.scratch = scratch
         self._kernels = kernels
         self._tape = tape
         self._done = 0
@@ -115,10 +117,9 @@ class Recording:
 class Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds what torch computes to a recording, and has memory taken from a place that stays."""
 
-    def __init__(self, recording: Recording, scratch: Scratch) -> None:
+    def __init__(self, recording: Recording) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recording = recording
-        self._scratch = scratch
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -132,7 +133,7 @@ class Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]
         options = kwargs or _NO_OPTIONS
         found = func(*args, **options)
         if func in _EMPTY:
-            return self._scratch.like(found)
+            return self._recording.scratch.like(found)
         if _writes(func):
             self._recording.add(lambda: func(*args, **options))
         elif not _places(found) <= _places((args, dict(options))):  # a view has nothing of its own
@@ -161,10 +162,13 @@ class Scratch:
             free.append(whole.data_ptr() + -whole.data_ptr() % _ALIGNMENT)
         address = free.pop()
         held = (ctypes.c_ubyte * size).from_address(address)
-        # It ends with the last tensor that looks at this memory, a view or not.
-        weakref.finalize(held, free.append, address).atexit = False
+        # It ends with the last tensor that looks at this memory, a view or not, and until then keeps all of it.
+        weakref.finalize(held, self._leave, size, address).atexit = False
         flat = torch.frombuffer(held, dtype=model.dtype, count=model.numel())
         return flat.view(model.shape)
+
+    def _leave(self, size: int, address: int) -> None:
+        self._free[size].append(address)
 
 
 @cache

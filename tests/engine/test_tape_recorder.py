@@ -133,6 +133,24 @@ def test_operations_of_torch_come_between_the_calls_where_they_were() -> None:
         assert seen.tolist() == [2 * value] * 64
 
 
+def test_what_a_replay_writes_to_stays_when_the_recorder_goes_and_goes_with_the_replay() -> None:
+    assert KERNELS is not None
+    x = torch.ones(2, 64, dtype=torch.bfloat16)
+    recorder = TapeRecorder(KERNELS)
+    scratch = weakref.ref(recorder._scratch)
+    kept: list[torch.Tensor] = []
+    replay = recorder.record(lambda: kept.append(torch.empty_like(x).copy_(x)))
+    del recorder
+    assert scratch() is not None
+    x.fill_(3.0)
+    replay()
+    del replay
+    assert scratch() is not None, "a tensor looks at it"
+    assert kept.pop().tolist() == x.tolist()
+    gc.collect()
+    assert scratch() is None
+
+
 def test_scratch_is_taken_again_only_when_nothing_looks_at_it() -> None:
     scratch, model = Scratch(), torch.empty(4, 100, dtype=torch.bfloat16)
     first = scratch.like(model)
