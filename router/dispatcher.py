@@ -296,10 +296,10 @@ class Dispatcher:
 
     def _perform(self, live: LiveRequest, instruction: Instruction, now: float) -> None:
         machine, name = live.machine, live.generation.name
-        match instruction:
-            case Emit():
+        match live.seen(instruction, now):
+            case Emit() as instruction:
                 self._emit(live, instruction, now)
-            case NeedPlacement():
+            case NeedPlacement() as instruction:
                 if machine.state is RequestState.QUEUED:
                     self._place(live, instruction, now)
             case SendReserve(peer, message) | SendPrefill(peer, message):

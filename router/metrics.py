@@ -15,6 +15,7 @@ from router.front.generation import GenerationReport
 from router.instructions import Stage
 from router.kv_feed import KVFeeds
 from router.registry import Worker
+from router.span_metrics import OwnSpans, SpanCollector
 from router.timeline import Timeline
 from router.transfer_metrics import buckets, transfer_metrics
 
@@ -169,6 +170,7 @@ class RouterMetrics:
         index: of the workers' prefix caches.
         feeds: that keep it.
         breaker: shows a worker's.
+        spans: gives what the router has counted of its own; None where it exports none.
     """
 
     def __init__(
@@ -178,6 +180,7 @@ class RouterMetrics:
         index: BlockIndex,
         feeds: KVFeeds,
         breaker: Callable[[Worker], BreakerView] = lambda _: BreakerView(),
+        spans: Callable[[], OwnSpans | None] = lambda: None,
     ) -> None:
         registry = CollectorRegistry()
         registry.register(WorkerCollector(workers, breaker))
@@ -223,6 +226,7 @@ class RouterMetrics:
         size = Gauge("kvferry_index_bytes", "Memory of the index of blocks.", registry=registry)
         size.set_function(lambda: index.nbytes)
         registry.register(_Resyncs(feeds))
+        registry.register(SpanCollector(workers, spans))
         self.ttft = Histogram("kvferry_ttft_seconds", "Arrival to first token.", buckets=_LATENCY, registry=registry)
         self.ttft_error = Histogram(
             "kvferry_ttft_prediction_error_seconds",

@@ -71,7 +71,7 @@ def everything() -> tuple[Worker, Worker]:
     imports = TransferCounts(opened=4, ended={"settled": 4}, broken={"integrity_mismatch": 1})
     gaps = Observations(SECONDS)
     gaps.add(0.001)
-    decode = worker("d0", "decode", transfer=imports, step_gaps=gaps.histogram())
+    decode = worker("d0", "decode", transfer=imports, step_gaps=gaps.histogram(), spans_exported=3)
     return worker("p0", "prefill", transfer=leases), decode
 
 
