@@ -76,11 +76,12 @@ class ChoiceTrace:
         """
         match instruction:
             case NeedPlacement():
-                self._asked = now
+                # One event lets a request in, places it and opens its legs: its time does not pass meanwhile.
+                self._asked = time.monotonic()
             case SendReserve(peer, message) if message.key == key:
-                return SendReserve(peer, self._told(message, timeline, decision, now))
+                return SendReserve(peer, self._told(message, timeline, decision))
             case SendPrefill(peer, message) if message.key == key:
-                return SendPrefill(peer, self._told(message, timeline, decision, now))
+                return SendPrefill(peer, self._told(message, timeline, decision))
             case Emit():
                 self._emitted(instruction, key, timeline, decision, now)
             case Retry(cause):
@@ -101,8 +102,8 @@ class ChoiceTrace:
             self._attempt.add({names.CANCELLED: True})
         self._close(now)
 
-    def _told(self, message: M, timeline: Timeline, decision: Decision | None, now: float) -> M:
-        attempt = self._open(message.key, timeline, decision, now)
+    def _told(self, message: M, timeline: Timeline, decision: Decision | None) -> M:
+        attempt = self._open(message.key, timeline, decision, time.monotonic())
         return msgspec.structs.replace(message, traceparent=attempt.traceparent)
 
     def _open(self, key: RequestKey, timeline: Timeline, decision: Decision | None, now: float) -> Span:
@@ -120,11 +121,12 @@ class ChoiceTrace:
         if timeline.local_prefill:
             about[names.LOCAL_PREFILL] = timeline.local_prefill
         made = self._request.span.child("attempt", since, about, link=self._former)
-        placed = min(now, timeline.placed or now) if key.attempt == 0 else now
-        asked = placed if self._asked is None else min(placed, self._asked)
+        # Choices of one prompt are placed together, when they come.
+        together = now if key.attempt or timeline.placed is None else timeline.placed
+        asked = together if self._asked is None else self._asked
         made.note("queue", since, asked)
         if decision is not None:
-            made.note("route", asked, placed, _predicted(decision))
+            made.note("route", asked, now, _predicted(decision))
         self._attempt, self._asked = made, None
         return made
 

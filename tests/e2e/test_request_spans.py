@@ -93,6 +93,7 @@ async def test_one_request_is_one_trace_of_three_processes(stage: Stage, there: 
     legs = children(there, attempt)
     assert {*legs} == {"queue", "route", "prefill_worker", "decode_worker"}
     assert legs["route"].attributes["kvferry.policy"] == "cost"
+    assert legs["queue"].end == legs["route"].start < legs["route"].end
     assert float(str(legs["route"].attributes["kvferry.predicted_ttft"])) >= 0.0
 
     prefill = children(there, legs["prefill_worker"])
