@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 from protocol.histogram import SECONDS
 from router.block_index import BlockIndex
 from router.breaker import BreakerState, BreakerView
+from router.explanations import Decision
 from router.front.generation import GenerationReport
 from router.instructions import Stage
 from router.kv_feed import KVFeeds
@@ -231,7 +232,22 @@ class RouterMetrics:
         self.ttft_error = Histogram(
             "kvferry_ttft_prediction_error_seconds",
             "How far a predicted time from placement to first token was off.",
+            ("policy",),
             buckets=_SHORT,
+            registry=registry,
+        )
+        self.ttft_predicted = Histogram(
+            "kvferry_ttft_predicted_seconds",
+            "Placement to first token, as predicted of attempts that came so far.",
+            ("policy",),
+            buckets=_LATENCY,
+            registry=registry,
+        )
+        self.ttft_measured = Histogram(
+            "kvferry_ttft_measured_seconds",
+            "Placement to first token of the same attempts, as measured.",
+            ("policy",),
+            buckets=_LATENCY,
             registry=registry,
         )
         self.tpot = Histogram(
@@ -262,6 +278,13 @@ class RouterMetrics:
         if first:
             self.ttft.observe(report.ttft_s)
             self.queue.observe(report.queue_s)
+
+    def foretold(self, decision: Decision, error: float) -> None:
+        """The first token of an attempt came, ``error`` seconds from when that was predicted."""
+        self.ttft_error.labels(decision.policy).observe(error)
+        self.ttft_predicted.labels(decision.policy).observe(decision.predicted_ttft)
+        if decision.measured_ttft is not None:
+            self.ttft_measured.labels(decision.policy).observe(decision.measured_ttft)
 
     def paced(self, timeline: Timeline, emitted: int, now: float) -> None:
         """Take in the pace of a request whose last token came at ``now``."""
