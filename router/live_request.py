@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from protocol.ids import Peer
 from router.explanations import Decision
 from router.front.generation import Generation
-from router.instructions import NeedPlacement
+from router.instructions import Instruction, NeedPlacement
 from router.mailbox import Mailbox
 from router.policy import Demand, Placement
 from router.prompt_chain import PromptChains
@@ -39,6 +39,13 @@ class LiveRequest:
     placement: Placement | None = None
     answered: bool = False
     decision: Decision | None = None
+
+    def seen(self, instruction: Instruction, now: float) -> Instruction:
+        """What the machine asks for, once its trace has seen it; what opens an attempt carries its span."""
+        trace, machine = self.generation.trace, self.machine
+        if trace is None:
+            return instruction
+        return trace.seen(machine.key, machine.timeline, self.decision, instruction, now)
 
     def demand(
         self, wish: NeedPlacement, turn: int, ttft_target: float, barred: frozenset[Peer], sequences: int
