@@ -46,6 +46,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=5,
         help="random requests of each kind to a whole router, by its own OpenAPI document (the long version: 2000)",
     )
+    group = parser.getgroup("machines")
+    group.addoption(
+        "--machine-faults",
+        action="store_true",
+        help="also kill processes and cut links of a cluster on several machines: ten minutes, and a table of times",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

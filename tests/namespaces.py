@@ -156,6 +156,15 @@ class Lan:
         finally:
             self._isolate(names, "off")
 
+    @contextmanager
+    def unplugged(self, name: str) -> Iterator[None]:
+        """Pull the switch's end of a host's cable: nobody is told anything but that the carrier is gone."""
+        run("ip", "-n", self._switch, "link", "set", "dev", name, "down")
+        try:
+            yield
+        finally:
+            run("ip", "-n", self._switch, "link", "set", "dev", name, "up")
+
     def _isolate(self, names: Sequence[str], state: str) -> None:
         for name in names:
             run("bridge", "-n", self._switch, "link", "set", "dev", name, "isolated", state)

@@ -108,8 +108,8 @@ class RayLab:
             raise AssertionError(f"no JSON: {told}") from error
         return answer
 
-    def write_ray_file(self, cpus: int) -> None:
-        """The shipped file, with this network's machines and key, so many cores on each, and none on the head."""
+    def write_ray_file(self, offered: str) -> None:
+        """The shipped file with this network's machines and key, and what each offers, as flags; the head no core."""
         config: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "ray" / RAY_FILE).read_text())
         head, *workers = (self.machines[name].address for name in (HEAD, *WORKERS))
         assert config["provider"] == {"type": "local", "head_ip": head, "worker_ips": workers}
@@ -117,7 +117,7 @@ class RayLab:
         for role, flags in (
             # Ray would ask a server of its own choice which address it has.
             ("head", f"--num-cpus=0 --include-dashboard=false --node-ip-address={head}"),
-            ("worker", f"--num-cpus={cpus}"),
+            ("worker", offered),
         ):
             commands = config[f"{role}_start_ray_commands"]
             config[f"{role}_start_ray_commands"] = [

@@ -51,7 +51,7 @@ def test_the_guide_from_nothing_to_an_answer_and_back(tiny_llama_dir: Path, tmp_
         pytest.skip(reason_to_skip())
     orders, (whole, change) = guide()
     with ray_lab(tmp_path, tiny_llama_dir.parent) as lab:
-        lab.write_ray_file(cpus=2)
+        lab.write_ray_file("--num-cpus=2")
         lab.write(CLUSTER_FILE, cluster_file(whole, tiny_llama_dir, lab))
 
         def look_at_status(told: str) -> None:
