@@ -17,6 +17,7 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from protocol.errors import KVFerryError, ProtocolError, RequestCancelled, UnknownModel, UnknownRequest
+from router.front import standing
 from router.front.answers import Answer
 from router.front.choices import Choices
 from router.front.config import FrontConfig
@@ -171,7 +172,9 @@ class Front:
         def prepare() -> Plan:
             request = parse(body)
             self._check_model(request.model)
-            return plan(planner, request)
+            header = exchange.header(standing.HEADER)
+            found = standing.standing_of(self._config.slo, request, header, exchange.holder)
+            return plan(planner, request).ranked(found)
 
         async def work() -> None:
             ready = prepare() if len(body) < LONG_BODY_BYTES else await asyncio.to_thread(prepare)

@@ -31,6 +31,9 @@ class Generation:
         ttft_target: seconds within which the first token is worth having; None takes the service's default.
         session: whose requests go together, where the policy heeds it; "" when that is not known.
         name: of the client's request, by which it is explained; "" takes the service's own id.
+        slo_class: that it is served by; "" takes the default one.
+        tenant: out of whose share it comes, while others wait too; "" is one of them.
+        weight: of that share.
     """
 
     token_ids: tuple[int, ...]
@@ -42,6 +45,9 @@ class Generation:
     ttft_target: float | None = None
     session: str = ""
     name: str = field(default="", compare=False)
+    slo_class: str = ""
+    tenant: str = ""
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
