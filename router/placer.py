@@ -212,7 +212,9 @@ class Placer:
 
 
 def _soonest(snapshot: Snapshot, choice: Choice) -> float:
-    rows = snapshot.fleet.able("prefill")
+    fleet, told = snapshot.fleet, snapshot.forecast
     if choice.local:
-        return float(snapshot.forecast.ttft[choice.prefill])
-    return float((snapshot.forecast.ttft + snapshot.forecast.wait)[rows].min())
+        return float(told.ttft[choice.prefill])
+    # Who has nothing to do is judged by its pace alone: were all refused for a correction, nothing would put it right.
+    alone = np.where(told.queue < 1.0, fleet.fixed + told.compute, np.inf)
+    return float((np.minimum(told.ttft, alone) + told.wait)[fleet.able("prefill")].min())

@@ -335,3 +335,23 @@ def test_without_workers_it_is_placement_that_says_so() -> None:
     step = stage.admission.next(0.0)
     assert isinstance(step, Admit)
     assert step.ticket is ticket
+
+
+def test_what_was_once_predicted_wrong_does_not_keep_requests_from_an_idle_cluster() -> None:
+    stage = Stage()
+    stage.beat("p0")
+    stage.beat("d0")
+    for _ in range(100):
+        stage.come(ticket := stage.ticket())
+        stage.let_on()
+        decision = stage.prefilling.popleft()
+        stage.now += 100.0
+        stage.placer.first_token(decision, stage.now)
+        stage.admission.ended(ticket, 1, ())
+        stage.beat("p0")
+    demand = Demand(needs_decode=True, prompt_tokens=100, ttft_target=0.2)
+    prompt = PromptChains(tuple(range(100)))
+    snapshot, _ = stage.placer.look(prompt, demand, stage.now)
+    assert snapshot.forecast.ttft[snapshot.fleet.row("p0")] > 0.5
+    assert stage.placer.soonest(prompt, demand, stage.now) == pytest.approx(0.1)
+    stage.placer.place(prompt, demand, RequestKey("r", 0), stage.now)
