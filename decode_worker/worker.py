@@ -160,6 +160,7 @@ class DecodeWorker:
             num_blocks=runner.num_blocks,
             kv_addresses=reception.receiver.addresses,
             prefills=self.config.local_prefill,
+            max_sequences=settings.max_sequences,
             device=str(runner.device),
             pid=os.getpid(),
         )
