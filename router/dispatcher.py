@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import ParamSpec
 
 from protocol.errors import InvariantViolation, KVFerryError, NoWorkerAvailable, Overloaded, TargetOutOfReach
@@ -100,9 +100,9 @@ class Dispatcher:
         self._deadline = float("inf")
 
     @property
-    def live_requests(self) -> int:
-        """How many requests are under way."""
-        return len(self._live)
+    def live_requests(self) -> Collection[LiveRequest]:
+        """The requests that are under way."""
+        return self._live.values()
 
     @property
     def deadline(self) -> float:

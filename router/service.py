@@ -23,16 +23,18 @@ from protocol.ids import Peer
 from protocol.loops import Loops
 from protocol.messages import Message
 from protocol.sockets import Hub
-from router.breaker import BreakerLimits, Breakers, BreakerView
+from router.breaker import BreakerLimits, Breakers
 from router.config import RouterConfig
 from router.dispatcher import Dispatcher
 from router.front.generation import Generation, Output, ServiceHealth
 from router.live_request import LiveRequest
 from router.local_prefill import LocalPrefillRule
 from router.metrics import RouterMetrics
+from router.overview import ClusterOverview
 from router.placer import Placer, PlacerConfig
 from router.registry import Worker, WorkerRegistry
 from router.request_limits import RequestLimits
+from router.snapshot import alerts_of, latencies, live_states, router_totals, worker_overview
 
 _log = logging.getLogger(__name__)
 
@@ -72,7 +74,7 @@ class Service:
         self._placer = Placer(placing, self._registry)
         self._metrics = RouterMetrics(
             self._registry.workers,
-            lambda: self._dispatcher.live_requests,
+            lambda: len(self._dispatcher.live_requests),
             self._placer.index,
             self._placer.feeds,
             lambda worker: self._breakers.view(worker.peer),
@@ -102,6 +104,7 @@ class Service:
         self._hub: Hub | None = None
         self._loops = Loops()
         self._serving = False
+        self._started = time.monotonic()
         self._next_complaint = 0.0
 
     async def start(self) -> None:
@@ -123,6 +126,7 @@ class Service:
             context.destroy(linger=0)
             raise
         self._context, self._hub, self._serving = context, hub, True
+        self._started = time.monotonic()
         self._loops.start("router-receive", self._receive(hub))
         self._loops.start("router-losses", self._losses(hub))
         self._loops.start("router-tick", self._tick())
@@ -208,25 +212,35 @@ class Service:
     def health(self) -> ServiceHealth:
         """Whether a new request would find a pair of workers."""
         roles = [worker.profile.role for worker in self._live_workers()]
-        if not self._serving or any(task.done() for task in self.tasks):
-            lack: str | None = "the router is not running"
-        else:
-            lack = self._dispatcher.can_place(time.monotonic())
+        lack = self._lack(time.monotonic())
         return ServiceHealth(lack is None, roles.count("prefill"), roles.count("decode"), lack or "ready")
 
+    def _lack(self, now: float) -> str | None:
+        if not self._serving or any(task.done() for task in self.tasks):
+            return "the router is not running"
+        return self._dispatcher.can_place(now)
+
     def cluster(self) -> dict[str, Any]:
-        """The workers' state and this router's own, ready for JSON; holds no address."""
+        """The workers' state and this router's own, a ``ClusterOverview`` ready for JSON; holds no address."""
         now = time.monotonic()
-        return {
-            "model": self._config.model,
-            "router": self._config.name,
-            "policy": self._config.policy,
-            "live_requests": self._dispatcher.live_requests,
-            "max_model_len": self.max_model_len,
-            "workers": [
-                _describe(worker, self._breakers.view(worker.peer), now) for worker in self._registry.workers()
-            ],
-        }
+        workers = tuple(
+            worker_overview(worker, self._breakers.view(worker.peer), now) for worker in self._registry.workers()
+        )
+        overview = ClusterOverview(
+            model=self._config.model,
+            router=self._config.name,
+            policy=self._config.policy,
+            live_requests=len(self._dispatcher.live_requests),
+            max_model_len=self.max_model_len,
+            uptime_s=round(now - self._started, 3),
+            requests=live_states(self._dispatcher.live_requests),
+            totals=router_totals(self._metrics),
+            latency=latencies(self._metrics),
+            alerts=alerts_of(workers, self._lack(now)),
+            workers=workers,
+        )
+        told: dict[str, Any] = msgspec.to_builtins(overview)
+        return told
 
     def explain(self, name: str) -> list[dict[str, Any]]:
         """Each placement of a client's request, ready for JSON; none when it is not known (any more)."""
@@ -277,24 +291,3 @@ class Service:
             now = time.monotonic()
             self._dispatcher.tick(now)
             await asyncio.sleep(min(TICK, max(SHORTEST_TICK, self._dispatcher.deadline - now)))
-
-
-def _describe(worker: Worker, breaker: BreakerView, now: float) -> dict[str, Any]:
-    profile = worker.profile
-    state = "lost" if not worker.live else "draining" if worker.load.draining else "live"
-    return {
-        "name": worker.peer.name,
-        "incarnation": worker.peer.incarnation,
-        "role": profile.role,
-        "state": state,
-        "reason": worker.lost,
-        "breaker": {"state": breaker.state.value, "reason": breaker.reason, "openings": breaker.openings},
-        "last_seen_s": round(now - worker.last_seen, 3),
-        "device": profile.device,
-        "pid": profile.pid,
-        "max_model_len": profile.max_model_len,
-        "num_blocks": profile.num_blocks,
-        "layout": msgspec.to_builtins(profile.layout),
-        "load": msgspec.to_builtins(worker.load),
-        "leaked_blocks": worker.load.pool.leaked,
-    }

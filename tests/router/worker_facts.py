@@ -46,10 +46,16 @@ def fleet_of(workers: Sequence[Worker], now: float = 0.0) -> Fleet:
 
 
 def heartbeat(
-    role: Role, *, model: str = MODEL, layout: KVLayout = LAYOUT, prefills: bool = False, **load: object
+    role: Role,
+    *,
+    model: str = MODEL,
+    layout: KVLayout = LAYOUT,
+    prefills: bool = False,
+    transfer: TransferCounts | None = None,
+    **load: object,
 ) -> Heartbeat:
-    told = WorkerLoad(pool=pool(), **load)  # type: ignore[arg-type]
-    return Heartbeat(profile(role, model=model, layout=layout, prefills=prefills), told)
+    told = WorkerLoad(**{"pool": pool(), **load})  # type: ignore[arg-type]
+    return Heartbeat(profile(role, model=model, layout=layout, prefills=prefills), told, transfer or TransferCounts())
 
 
 def worker(
