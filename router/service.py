@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -26,7 +26,7 @@ from protocol.sockets import Hub
 from router.breaker import BreakerLimits, Breakers
 from router.config import RouterConfig
 from router.dispatcher import Dispatcher
-from router.front.generation import Generation, Output, ServiceHealth
+from router.front.generation import EndReason, Generation, Outputs, ServiceHealth
 from router.live_request import LiveRequest
 from router.local_prefill import LocalPrefillRule
 from router.metrics import RouterMetrics
@@ -167,8 +167,8 @@ class Service:
         """The least of the live workers; None while there is none."""
         return min((worker.profile.max_model_len for worker in self._live_workers()), default=None)
 
-    async def generate(self, generation: Generation) -> AsyncGenerator[Output, None]:
-        """Continue a prompt; leaving early cancels both legs.
+    def generate(self, generation: Generation) -> Outputs:
+        """Continue a prompt; leaving early cancels both legs. It is let in when the first output is asked for.
 
         Raises:
             InvalidRequest: it can never be served; names the field.
@@ -178,32 +178,35 @@ class Service:
             AttemptsExhausted: every allowed attempt failed.
             KVFerryError: what a worker says no fresh attempt could mend.
         """
-        self._check_serving()
-        async with aclosing(self._outputs(self._dispatcher.admit(generation, time.monotonic()))) as outputs:
-            async for output in outputs:
-                yield output
+
+        def admit() -> LiveRequest:
+            self._check_serving()
+            return self._dispatcher.admit(generation, time.monotonic())
+
+        return self._outputs(admit)
 
     @contextmanager
-    def together(self, generations: Sequence[Generation]) -> Iterator[tuple[AsyncGenerator[Output, None], ...]]:
+    def together(self, generations: Sequence[Generation]) -> Iterator[tuple[Outputs, ...]]:
         """Continue one prompt several times; see :meth:`GenerationService.together`."""
         self._check_serving()
         admitted = self._dispatcher.admit_together(generations, time.monotonic())
         try:
-            yield tuple(self._outputs(live) for live in admitted)
+            yield tuple(self._outputs(_let_in(live)) for live in admitted)
         finally:
             # One whose outputs nobody began to read has nothing else that ends it.
             for live in admitted:
                 self._dispatcher.cancel(live, time.monotonic())
 
-    async def _outputs(self, live: LiveRequest) -> AsyncGenerator[Output, None]:
+    async def _outputs(self, admit: Callable[[], LiveRequest]) -> Outputs:
+        live = admit()
+        reason: EndReason | None = None
         try:
-            while True:
+            while reason is None:
                 output = await live.mailbox.take()
-                yield output
-                if output.finish_reason is not None:
-                    return
+                reason = yield output
+                reason = reason or output.finish_reason
         finally:
-            self._dispatcher.cancel(live, time.monotonic())
+            self._dispatcher.cancel(live, time.monotonic(), reason)
 
     def _check_serving(self) -> None:
         if not self._serving:
@@ -291,3 +294,7 @@ class Service:
             now = time.monotonic()
             self._dispatcher.tick(now)
             await asyncio.sleep(min(TICK, max(SHORTEST_TICK, self._dispatcher.deadline - now)))
+
+
+def _let_in(live: LiveRequest) -> Callable[[], LiveRequest]:
+    return lambda: live
