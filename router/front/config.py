@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from protocol.errors import ConfigError
+from router.slo.classes import SLOConfig
 from router.tool_format import TOOL_FORMATS, ToolFormat
 
 
@@ -22,6 +23,7 @@ class FrontConfig:
         max_watchers: who watch ``/cluster/events`` at a time.
         watch_interval: seconds from one event there to the next.
         watch_patience: seconds in which a watcher must have taken an event, or it is dropped.
+        slo: classes of requests.
         send_timeout: seconds that a client may leave an answer unread before it counts as gone.
 
     Raises:
@@ -36,6 +38,7 @@ class FrontConfig:
     max_watchers: int = 64
     watch_interval: float = 1.0
     watch_patience: float = 10.0
+    slo: SLOConfig = field(default_factory=SLOConfig)
     send_timeout: float = 60.0
 
     def __post_init__(self) -> None:
