@@ -47,6 +47,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="random requests of each kind to a whole router, by its own OpenAPI document (the long version: 2000)",
     )
 
+    group = parser.getgroup("status page")
+    group.addoption("--screenshots", default="", help="folder in which pictures of the status page are kept")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.fault_seed is None:
