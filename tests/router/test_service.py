@@ -22,12 +22,11 @@ from protocol.errors import (
     EngineFailure,
     NoWorkerAvailable,
     Overloaded,
-    StartFailed,
 )
 from protocol.ids import RequestKey
 from protocol.messages import Cancel, Tokens
 from router.config import RouterConfig
-from router.front.generation import Generation, GenerationService, Output, Outputs
+from router.front.generation import Generation, Output, Outputs
 from router.service import Service
 
 PROMPT = (3, 4, 5, 6)
@@ -396,16 +395,3 @@ async def test_the_cluster_view_names_workers_but_no_address() -> None:
         ]
         assert "tcp://" not in str(view)
         assert service.max_model_len == 4096
-
-
-async def test_a_hub_address_that_is_taken_is_named() -> None:
-    async with serving() as (service, _):
-        second = Service(RouterConfig(model=MODEL, tokenizer="unused", hub=service.hub_endpoint))
-        with pytest.raises(StartFailed, match=service.hub_endpoint):
-            await second.start()
-
-
-def test_the_service_is_what_the_front_asks_for() -> None:
-    service: GenerationService = Service(RouterConfig(model=MODEL, tokenizer="unused"))
-    assert service.model == MODEL
-    assert service.max_model_len is None
