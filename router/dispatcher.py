@@ -158,14 +158,14 @@ class Dispatcher:
 
     def cancel(self, live: LiveRequest, now: float, reason: EndReason | None = None) -> None:
         """The reader left, or for a ``reason`` has all it wants; nothing happens when the request has ended."""
-        if live.machine.ended:
+        if (machine := live.machine).ended:
             return
         if reason is None:
-            self._metrics.ended("cancelled", "request_cancelled")
-            self._metrics.paced(live.machine.timeline, live.machine.emitted, now)
+            self._metrics.cancelled(machine.timeline, machine.emitted, now)
+            self._advance(live, machine.cancel(now), now)
         else:
-            self._metrics.finished(reason, live.machine.timeline, live.machine.emitted, now)
-        self._advance(live, live.machine.cancel(now), now)
+            self._metrics.finished(reason, machine.timeline, machine.emitted, now)
+            self._advance(live, machine.satisfied(now), now)
 
     def abandon_all(self, error: KVFerryError, now: float) -> int:
         """Fail every live request; returns how many there were."""

@@ -267,6 +267,11 @@ class RouterMetrics:
         """A request ended: ``finished`` with a finish reason, ``failed`` or ``cancelled`` with an error's code."""
         self.requests.labels(outcome, code).inc()
 
+    def cancelled(self, timeline: Timeline, emitted: int, now: float) -> None:
+        """A request's reader left, after so many tokens."""
+        self.ended("cancelled", "request_cancelled")
+        self.paced(timeline, emitted, now)
+
     def finished(self, reason: EndReason, timeline: Timeline, emitted: int, now: float) -> None:
         """A request ended as it should, after so many tokens, the last of them at ``now``."""
         self.ended("finished", reason)
