@@ -97,11 +97,13 @@ def status_command(
 ) -> None:
     """Show the processes of a cluster and what they do."""
     from cluster.display import print_json, start_lines, status_table
+    from cluster.standard_output import kept_for_the_answer
     from cluster.state import StateStore
     from cluster.status import cluster_report
 
     store = StateStore()
-    report = cluster_report(name or store.only(), store=store)
+    with kept_for_the_answer():
+        report = cluster_report(name or store.only(), store=store)
     if as_json:
         print_json(report)
         return

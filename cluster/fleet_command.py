@@ -81,10 +81,13 @@ def logs_command(
 ) -> None:
     """Print the last lines that a process of the cluster has logged, wherever it runs."""
     from cluster.operations import log
+    from cluster.standard_output import kept_for_the_answer
     from cluster.state import StateStore
 
     store = StateStore()
-    typer.echo(log(cluster or store.only(), process, lines, store=store))
+    with kept_for_the_answer():
+        text = log(cluster or store.only(), process, lines, store=store)
+    typer.echo(text)
 
 
 def counts(words: list[str]) -> dict[str, int]:
