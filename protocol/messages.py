@@ -103,6 +103,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
         decode_turns: sequences that took part in decode steps, counted at each step.
         draft_tokens, accepted_tokens: guessed ahead of the model, and found right by it (decode).
         step_gaps: seconds from the end of a step to the begin of the next, while there was work.
+        step_mean_tokens: of those steps in the mean: what a worker tells of a step is told best of such a one.
     """
 
     pool: PoolCounts
@@ -134,6 +135,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     step_fixed: Seconds = 0.0
     step_per_token: Seconds = 0.0
     step_gaps: Histogram = Histogram()
+    step_mean_tokens: Annotated[float, msgspec.Meta(ge=0.0, le=1e9)] = 0.0
 
     def __post_init__(self) -> None:
         if not self.step_gaps.fits(SECONDS):

@@ -142,6 +142,7 @@ class Dispatcher:
         opened = [live.machine.placed(placement, now) for live in together]
         for live in together:
             live.placement = placement
+            live.decided(together[0].decision)
             self._note_deadline(live)
         self._advance(together[0], fold(opened), now)
         return together
@@ -313,8 +314,7 @@ class Dispatcher:
             case Blame(peers, cause):
                 self._blame(peers, cause.message, now)
             case Retry(cause, attempt):
-                if live.decision is not None:
-                    self._placer.release(live.decision)
+                live.over(self._placer, now)
                 self._metrics.retries.labels(cause.code).inc()
                 _log.info("request %s (%s): attempt %d follows: %s", machine.key, name, attempt, cause.message)
             case Fail(error):
@@ -348,8 +348,9 @@ class Dispatcher:
 
     def _choose(self, live: LiveRequest, wish: NeedPlacement, now: float, sequences: int = 1) -> Placement:
         demand = live.demand(wish, self._turn, self._ttft_target, self._breakers.barred(now), sequences)
-        placement, live.decision = self._placer.place(live.chains, demand, live.machine.key, now)
-        self._placer.explanations.keep(live.generation.name or live.machine.request_id, live.decision)
+        placement, decision = self._placer.place(live.chains, demand, live.machine.key, now)
+        live.decided(decision)
+        self._placer.explanations.keep(live.generation.name or live.machine.request_id, decision)
         self._turn += 1
         for peer in placement.peers:
             self._breakers.chosen(peer, now)
@@ -374,7 +375,7 @@ class Dispatcher:
             report = machine.timeline.report(machine.request_id, machine.attempt + 1, now)
             metrics.reached(emit.stage, report, first=not live.answered)
             if emit.stage is Stage.PREFILLED and live.decision is not None:
-                metrics.ttft_error.observe(self._placer.first_token(live.decision, now))
+                metrics.predicted(self._placer.first_token(live.decision, now))
             live.answered = True
             self._credit(live.placement, emit.stage, now)
         live.mailbox.put(emit.token_ids, emit.finish_reason, report, emit.logprobs, emit.prompt_logprobs)
@@ -393,7 +394,7 @@ class Dispatcher:
         first = machine.timeline.first_token
         if self._live.pop(machine.request_id, None) is None or live.decision is None:
             return
-        self._placer.release(live.decision)
         # Where several attempts gave the tokens, none of them tells of a worker.
         if first is not None and not machine.attempt:
-            self._placer.ended(live.decision, machine.emitted, now - first, now)
+            self._placer.ended(live.decision, machine.emitted, now - first)
+        live.over(self._placer, now, computed=first is not None)

@@ -259,6 +259,11 @@ class RouterMetrics:
             self.ttft.observe(report.ttft_s)
             self.queue.observe(report.queue_s)
 
+    def predicted(self, error: float | None) -> None:
+        """Take in how far a predicted time to the first token was off, if it tells anything."""
+        if error is not None:
+            self.ttft_error.observe(error)
+
     def paced(self, timeline: Timeline, emitted: int, now: float) -> None:
         """Take in the pace of a request whose last token came at ``now``."""
         if timeline.first_token is not None and emitted > 1:

@@ -33,6 +33,9 @@ def simulate_command(
     ttft_target: Annotated[
         float, typer.Option(min=0, help="Seconds; a request that is not predicted to meet it is refused. 0: none.")
     ] = 0.0,
+    local_prefill: Annotated[
+        str, typer.Option(help="When decode workers compute prompts: never, fallback, auto or always.")
+    ] = "fallback",
     slo: Annotated[str, typer.Option(help="As ttft=1,tpot=0.05; default: the profile's.")] = "",
     failures: Annotated[
         str, typer.Option(help="As decode-3@20+10: dies after 20 s, and is back 10 s later. Several with commas.")
@@ -60,7 +63,14 @@ def simulate_command(
     from cluster.simulation.picture import write_plot
     from cluster.simulation.profile import profile_of
     from cluster.simulation.rate import SAMPLE, capacity
-    from cluster.simulation.scenario import Scenario, parse_failures, parse_policies, parse_slo, parse_workers
+    from cluster.simulation.scenario import (
+        Scenario,
+        parse_failures,
+        parse_local_prefill,
+        parse_policies,
+        parse_slo,
+        parse_workers,
+    )
     from cluster.simulation.simulation import simulate
 
     check_files(json, plot)
@@ -76,6 +86,7 @@ def simulate_command(
         link=link_gbps * 1e9 / 8,
         latency=latency,
         ttft_target=ttft_target,
+        local_prefill=parse_local_prefill(local_prefill),
         ttft=ttft,
         tpot=tpot,
         failures=parse_failures(failures),
@@ -108,6 +119,7 @@ def simulate_command(
         routers=routers,
         link_gbps=link_gbps,
         ttft_target=ttft_target,
+        local_prefill=local_prefill,
         ttft=ttft,
         tpot=tpot,
         failures=failures,

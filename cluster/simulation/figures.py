@@ -14,7 +14,7 @@ from cluster.simulation.scenario import Scenario
 from cluster.simulation.simulated_worker import Tally
 from router.placer import Placer
 
-VERSION = 1
+VERSION = 2
 CURVE = tuple(range(101))
 """Percentiles that are kept for a picture."""
 
@@ -44,7 +44,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         ttft, tpot, e2e: of those that finished; tpot of those with more than one token.
         good, goodput: share of all that came which met both targets, and how many a second those were.
         rate: requests that came a second.
-        cached: share of prompt tokens that prefill workers had.
+        cached: share of prompt tokens that those had who computed the prompts.
+        local: share of first tokens that came from decode workers.
         prefill_load, decode_load: what the busiest worker of a role did, by the mean of them: seconds in steps of
             prefill, tokens of decode.
         prefill_busy, decode_busy: share of the time that workers were in steps, in the mean.
@@ -69,6 +70,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     goodput: float
     rate: float
     cached: float
+    local: float
     prefill_load: float
     decode_load: float
     prefill_busy: float
@@ -86,8 +88,8 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     Attributes:
         version: of this format.
-        trace, requests, rate, seed, profile, workers, routers, link_gbps, ttft_target, ttft, tpot, failures: as asked
-            for, or taken where they were not.
+        trace, requests, rate, seed, profile, workers, routers, link_gbps, ttft_target, local_prefill, ttft, tpot,
+            failures: as asked for, or taken where they were not.
         figures: of each policy.
     """
 
@@ -102,6 +104,7 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     routers: int
     link_gbps: float
     ttft_target: float
+    local_prefill: str
     ttft: float
     tpot: float
     failures: str
@@ -128,7 +131,11 @@ def figures_of(
     span = max(float(np.ptp(at)) if count else 0.0, 1e-9)
     prefill = [tally for name, tally in tallies.items() if name.startswith("prefill")]
     decode = [tally for name, tally in tallies.items() if name.startswith("decode")]
-    computed, found = sum(tally.tokens for tally in prefill), sum(tally.found for tally in prefill)
+    whole = Tally()
+    for tally in tallies.values():
+        whole.prompts += tally.prompts
+        whole.prompt_tokens += tally.prompt_tokens
+        whole.found += tally.found
     known = ~np.isnan(records.predicted[:count]) & ~np.isnan(ttft)
     off = np.abs(records.predicted[:count] - ttft)[known]
     return Figures(
@@ -144,7 +151,8 @@ def figures_of(
         good=float(good.sum()) / max(1, count),
         goodput=float(good.sum()) / span,
         rate=count / span,
-        cached=found / max(1, found + computed),
+        cached=whole.found / max(1, whole.found + whole.prompt_tokens),
+        local=sum(tally.prompts for tally in decode) / max(1, whole.prompts),
         prefill_load=_uneven([tally.busy for tally in prefill]),
         decode_load=_uneven([float(tally.tokens) for tally in decode]),
         prefill_busy=sum(tally.busy for tally in prefill) / len(prefill) / max(simulated, 1e-9),
@@ -175,7 +183,7 @@ def simulation_table(figures: Sequence[Figures]) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("policy", no_wrap=True)
     for heading in (
-        *("TTFT ms", "p50", "p99", "TPOT ms", "p99", "good %", "good/s", "cached %"),
+        *("TTFT ms", "p50", "p99", "TPOT ms", "p99", "good %", "good/s", "cached %", "local %"),
         *("P load", "D load", "busy %", "refused", "failed", "error %"),
     ):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -184,7 +192,7 @@ def simulation_table(figures: Sequence[Figures]) -> Table:
             each.policy,
             *(f"{1e3 * value:.4g}" for value in (each.ttft.mean, each.ttft.p50, each.ttft.p99)),
             *(f"{1e3 * value:.3g}" for value in (each.tpot.mean, each.tpot.p99)),
-            *(f"{100 * each.good:.1f}", f"{each.goodput:.4g}", f"{100 * each.cached:.1f}"),
+            *(f"{100 * each.good:.1f}", f"{each.goodput:.4g}", f"{100 * each.cached:.1f}", f"{100 * each.local:.0f}"),
             *(f"{each.prefill_load:.2f}", f"{each.decode_load:.2f}", f"{100 * each.prefill_busy:.0f}"),
             *(str(each.refused), str(each.failed), f"{100 * each.prediction_error:.0f}"),
         )
