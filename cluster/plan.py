@@ -151,6 +151,7 @@ def router_config(order: ActorOrder, model: Path, host: str) -> RouterConfig:
         "generation_config": config.router.generation_config,
         "secret": order.secret,
         "incarnation": order.incarnation,
+        "tracing": config.tracing.config(),
     }
     with _at("router"):
         return RouterConfig(**_with_limits("router.limits", RouterConfig, given, config.router.limits))
@@ -220,6 +221,7 @@ def _worker(order: ActorOrder, model: Path, host: str) -> dict[str, Any]:
         "secret": order.secret,
         "incarnation": order.incarnation,
         "gpudirect": order.config.transfer.gpudirect,
+        "tracing": order.config.tracing.config(),
     }
 
 

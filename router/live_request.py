@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from protocol.ids import Peer
 from router.explanations import Decision
 from router.front.generation import Generation
-from router.instructions import NeedPlacement
+from router.instructions import Instruction, NeedPlacement
 from router.mailbox import Mailbox
 from router.placer import Placer
 from router.policy import Demand, Placement
@@ -55,6 +55,13 @@ class LiveRequest:
         decision, self.charged = self.charged, None
         if decision is not None:
             placer.release(decision, now, computed=computed)
+
+    def seen(self, instruction: Instruction, now: float) -> Instruction:
+        """What the machine asks for, once its trace has seen it; what opens an attempt carries its span."""
+        trace, machine = self.generation.trace, self.machine
+        if trace is None:
+            return instruction
+        return trace.seen(machine.key, machine.timeline, self.decision, instruction, now)
 
     def demand(
         self, wish: NeedPlacement, turn: int, ttft_target: float, barred: frozenset[Peer], sequences: int
