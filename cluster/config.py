@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from cluster.log_format import LogFormat, LogLevel
+from cluster.slo_section import SLOSection
 from kv_transfer.choice import AUTO, GPUDIRECT_BY, MODES
 from kv_transfer.transport import GPUDIRECT, GpuDirect
 from protocol.errors import ConfigError
@@ -176,6 +177,7 @@ class RouterSection(msgspec.Struct, frozen=True, kw_only=True):
             generation_config.json, as vLLM does; "none" with neutral values.
         public: let everybody in though ``host`` can be reached from other machines.
         cpus: CPU cores that Ray sets aside for it.
+        slo: classes of requests.
         limits: the router's own settings, by their name in its configuration.
     """
 
@@ -191,6 +193,7 @@ class RouterSection(msgspec.Struct, frozen=True, kw_only=True):
     generation_config: Literal["auto", "none"] = "auto"
     public: bool = False
     cpus: float = 0.0
+    slo: SLOSection = SLOSection()
     limits: dict[str, Setting] = {}
 
     def __post_init__(self) -> None:

@@ -160,7 +160,7 @@ class DecodeWorker:
             num_blocks=runner.num_blocks,
             kv_addresses=reception.receiver.addresses,
             prefills=self.config.local_prefill,
-            step_tokens=self.config.step_tokens or settings.max_batch_tokens,
+            max_sequences=settings.max_sequences,
             device=str(runner.device),
             pid=os.getpid(),
         )

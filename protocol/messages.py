@@ -65,6 +65,7 @@ class WorkerProfile(msgspec.Struct, frozen=True, kw_only=True):
         pid: of its process.
         step_tokens: that a step of it takes at most; 0 where that is not told.
         prefills: whether it computes prompts beside its decode steps when it is sent a Prefill (decode only).
+        max_sequences: that a step of it takes at most; 0 where that is not told.
     """
 
     role: Role
@@ -79,6 +80,7 @@ class WorkerProfile(msgspec.Struct, frozen=True, kw_only=True):
     pid: Count = 0
     step_tokens: Count = 0
     prefills: bool = False
+    max_sequences: Count = 0
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):

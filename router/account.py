@@ -88,12 +88,6 @@ class Account:
         """What was predicted of it, by its role's correction, took ``ratio`` times as long."""
         self.correction = bounded(self.correction * ratio**OWN_GAIN)
 
-    @property
-    def factor(self) -> float:
-        """What its role's times are to be multiplied with. Were noise in it, the luckiest would get everything."""
-        found = self.slowness * self.correction
-        return max(1.0, found / NOISE) if found > 1.0 else min(1.0, found * NOISE)
-
     def measured(self, slowness: float, steps: int) -> None:
         """It has told a pace, ``slowness`` times that of its role, after so many steps; few of them say little."""
         fresh = max(0, steps - self.old_steps)
@@ -114,6 +108,11 @@ class Account:
         """It went, or comes back: what was measured before says little of what it does now."""
         self.correction = self.slowness = 1.0
         self.old_steps = steps
+
+
+def beyond_noise(factor: float) -> float:
+    """What a role's times are to be multiplied with. Were noise in it, the luckiest would get everything."""
+    return max(1.0, factor / NOISE) if factor > 1.0 else min(1.0, factor * NOISE)
 
 
 def bounded(correction: float) -> float:

@@ -70,6 +70,7 @@ class Decision:
         measured_ttft, measured_tpot: from ``at`` on; None until they are known.
         charged_tokens, charged_prompt, charged_sequences: what the fleet still reckons with at the two workers: tokens
             that are to be computed, of a prompt of so many, and sequences.
+        admission: how it was let in, ready for JSON; None of further attempts.
     """
 
     request_id: str
@@ -91,6 +92,7 @@ class Decision:
     charged_tokens: float = 0.0
     charged_prompt: int = 0
     charged_sequences: int = 0
+    admission: dict[str, Any] | None = None
 
     def told(self) -> dict[str, Any]:
         """Ready for JSON; holds no address."""
@@ -109,10 +111,30 @@ class Decision:
                 "tpot_s": _rounded(self.predicted_tpot),
                 "transfer_s": _rounded(self.predicted_transfer),
             },
+            "admission": self.admission,
             "measured": {"ttft_s": _rounded(self.measured_ttft), "tpot_s": _rounded(self.measured_tpot)},
             "prefill_candidates": self.prefill_candidates.told(),
             "decode_candidates": [] if decode is None else decode.told(),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A request was not let in.
+
+    Attributes:
+        request_id: which.
+        prompt_tokens: of it.
+        admission: why, ready for JSON.
+    """
+
+    request_id: str
+    prompt_tokens: int
+    admission: dict[str, Any]
+
+    def told(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {"request": self.request_id, "prompt_tokens": self.prompt_tokens, "admission": self.admission}
 
 
 class Explanations:
@@ -124,9 +146,9 @@ class Explanations:
 
     def __init__(self, kept: int) -> None:
         self._kept = kept
-        self._decisions: OrderedDict[str, list[Decision]] = OrderedDict()
+        self._decisions: OrderedDict[str, list[Decision | Refusal]] = OrderedDict()
 
-    def keep(self, name: str, decision: Decision) -> None:
+    def keep(self, name: str, decision: Decision | Refusal) -> None:
         """Note a decision of the request ``name``, of which there may be several."""
         if not self._kept:
             return
@@ -134,7 +156,7 @@ class Explanations:
         if len(self._decisions) > self._kept:
             self._decisions.popitem(last=False)
 
-    def find(self, name: str) -> list[Decision]:
+    def find(self, name: str) -> list[Decision | Refusal]:
         """All decisions of a request, in order; none when it is not known (any more)."""
         return self._decisions.get(name, [])
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.ids import Peer, Role
-from router.account import Account, bounded
+from router.account import Account, beyond_noise, bounded
 from router.pairing import mismatch
 from router.recent_work import RecentWork
 from router.registry import Worker
@@ -51,6 +51,11 @@ _COLUMNS = (
     "block_size",
     "crossing",
     "joined",
+    "waiting",
+    "slots",
+    "empty",
+    "claimed",
+    "correction",
 )
 
 
@@ -74,6 +79,11 @@ class Fleet:
         crossing: seconds that a token's blocks take over its link.
         joined: when this incarnation was first seen; long ago for those that came with the first.
         common: by role, and of prompts that decode workers compute, what measured times come to, by the predicted ones.
+        waiting: prompt tokens that the last heartbeat had.
+        slots: sequences that it steps side by side; infinite where that is not told.
+        empty: tokens that its sequences have room for already.
+        claimed: tokens of prompts and answers that this router has sent there since the last heartbeat.
+        correction: what measured times came to, by those that its role's ``common`` one predicts.
         seeds: of draws, by the workers' names.
         newest: the last time at which one joined.
         recent: prompts that prefill workers were sent lately.
@@ -94,6 +104,11 @@ class Fleet:
     block_size: Floats
     crossing: Floats
     joined: Floats
+    waiting: Floats
+    slots: Floats
+    empty: Floats
+    claimed: Floats
+    correction: Floats
 
     def __init__(self, model: str, slow_start: float = 0.0) -> None:
         self._model = model
@@ -214,6 +229,10 @@ class Fleet:
             self.recent.add(row, tokens * float(self.pace[row]), now)
         self._write_prompts(row)
 
+    def claim(self, row: int, tokens: float) -> None:
+        """What this router has just sent there will take room for so many tokens."""
+        self.claimed[row] += tokens
+
     def send_sequences(self, row: int, sequences: int) -> None:
         """This router has just sent sequences there."""
         self._accounts[row].own_sequences += sequences
@@ -289,9 +308,12 @@ class Fleet:
         size = profile.layout.block_size
         self.room[row] = (load.pool.free + load.pool.cached) * size
         self.block_size[row] = size
+        self.slots[row] = profile.max_sequences or np.inf
+        self.empty[row] = load.empty_slots
         link = load.kv_bytes / load.kv_seconds if load.kv_seconds > 0 and load.kv_bytes else LINK
         self.crossing[row] = profile.layout.block_bytes / size / link
         if heard:
+            self.waiting[row], self.claimed[row] = load.waiting_tokens, 0.0
             account.hear(load.waiting_tokens, load.running + load.waiting, now)
             self._measure(account, worker, None if before is None or before.peer != worker.peer else before, now)
         self._write(row)
@@ -321,7 +343,8 @@ class Fleet:
         """Put down what follows from the account, for all requests to come."""
         account, worker = self._accounts[row], self.workers[row]
         assert worker is not None, "it was seen"
-        factor = account.factor
+        factor = beyond_noise(account.slowness)
+        self.correction[row] = beyond_noise(account.correction)
         fixed, per_token = (factor * part for part in self._paces[worker.profile.role].line)
         self.fixed[row] = fixed
         self.per_token[row] = per_token

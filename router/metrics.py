@@ -16,6 +16,7 @@ from router.front.generation import GenerationReport
 from router.instructions import Stage
 from router.kv_feed import KVFeeds
 from router.registry import Worker
+from router.slo.metrics import AdmissionMetrics
 from router.span_metrics import OwnSpans, SpanCollector
 from router.timeline import Timeline
 from router.transfer_metrics import buckets, transfer_metrics
@@ -228,6 +229,7 @@ class RouterMetrics:
         size.set_function(lambda: index.nbytes)
         registry.register(_Resyncs(feeds))
         registry.register(SpanCollector(workers, spans))
+        self.admission = AdmissionMetrics(registry)
         self.ttft = Histogram("kvferry_ttft_seconds", "Arrival to first token.", buckets=_LATENCY, registry=registry)
         self.ttft_error = Histogram(
             "kvferry_ttft_prediction_error_seconds",

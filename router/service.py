@@ -33,6 +33,7 @@ from router.metrics import RouterMetrics
 from router.placer import Placer, PlacerConfig
 from router.registry import Worker, WorkerRegistry
 from router.request_limits import RequestLimits
+from router.slo.desk import Desk
 from router.span_metrics import OwnSpans
 
 _log = logging.getLogger(__name__)
@@ -94,8 +95,14 @@ class Service:
                 request_timeout=config.request_timeout,
                 priority_aging=config.priority_aging,
             ),
-            max_requests=config.max_requests,
-            ttft_target=config.ttft_target,
+            desk=Desk(
+                config.slo,
+                self._placer,
+                self._metrics.admission,
+                max_requests=config.max_requests,
+                ttft_target=config.ttft_target,
+                aging=config.priority_aging,
+            ),
             registry=self._registry,
             breakers=self._breakers,
             metrics=self._metrics,

@@ -61,6 +61,8 @@ class DecodeWorker(SimulatedWorker):
         self._local = LocalPrompts(site.profile)
         # When the step under way ends, if it computes a share of a prompt.
         self._mixed_until: float | None = None
+        # Tokens of answers that room was made for, and of prompts whose sequences are stepped.
+        self._promised = self._prompts = 0
 
     def receive(self, job: Job) -> None:
         """Room is wanted for a job."""
@@ -90,11 +92,13 @@ class DecodeWorker(SimulatedWorker):
         if not self.alive or stay is None:
             return
         job.there = None
+        self._promised -= job.output
         if job in self._landed:
             self._landed.remove(job)
         elif job.joined >= 0:
             self._catch_up(self._step_at(self._agenda.now))
             self._context -= self._context_of(job)
+            self._prompts -= job.prompt.length + 1
             self._ends = [each for each in self._ends if each[2] is not job]
             self._ends.sort()
         elif not self._local.drop(job):
@@ -116,6 +120,7 @@ class DecodeWorker(SimulatedWorker):
             running=len(self._ends) + len(self._local),
             open_imports=self._expected,
             steps=self._step_at(self._agenda.now),
+            empty_slots=max(0, self._promised - (self._context - self._prompts)),
             decode_tokens=self._tokens,
             kv_bytes=self.link.nbytes,
             kv_seconds=self.link.seconds,
@@ -133,6 +138,7 @@ class DecodeWorker(SimulatedWorker):
                 if stay is None:
                     return
                 job.there, job.reserved = stay, self._agenda.now
+                self._promised += job.output
                 if job.prefill is self:
                     job.begun = self._agenda.now
                     job.computed = min(stay.found, (job.prompt.length - 1) // self._size) * self._size
@@ -214,6 +220,7 @@ class DecodeWorker(SimulatedWorker):
             job.joined = step
             self._order += 1
             self._context += job.prompt.length + 1
+            self._prompts += job.prompt.length + 1
             heappush(ends, (step + job.output - 1, self._order, job))
         self._landed = []
         self._let_in()
@@ -242,6 +249,8 @@ class DecodeWorker(SimulatedWorker):
         stay = job.there
         assert stay is not None, "it was reserved for"
         self._context -= self._context_of(job)
+        self._prompts -= job.prompt.length + 1
+        self._promised -= job.output
         full = (job.prompt.length + job.output) // self._size
         self._seal(stay, job.prompt.blocks[job.prompt.length // self._size : full])
         self._leave(stay)

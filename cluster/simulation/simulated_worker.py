@@ -93,8 +93,9 @@ class SimulatedWorker(ABC):
             layout=site.profile.layout,
             num_blocks=site.profile.num_blocks,
             peer_endpoint="tcp://simulated:1" if self.role == "prefill" else "",
-            step_tokens=site.profile.step_tokens if self.role == "prefill" else site.profile.mixed_tokens,
+            step_tokens=site.profile.step_tokens if self.role == "prefill" else 0,
             prefills=self.role == "decode",
+            max_sequences=site.profile.max_sequences if self.role == "decode" else 0,
         )
 
     @abstractmethod

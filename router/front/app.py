@@ -17,6 +17,7 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from protocol.errors import KVFerryError, ProtocolError, RequestCancelled, UnknownModel, UnknownRequest
+from router.front import standing
 from router.front.answers import Answer
 from router.front.choices import Choices
 from router.front.config import FrontConfig
@@ -185,7 +186,9 @@ class Front:
             self._check_model(request.model)
             if trace is not None:
                 trace.asked(request)
-            return plan(planner, request)
+            header = exchange.header(standing.HEADER)
+            found = standing.standing_of(self._config.slo, request, header, exchange.holder)
+            return plan(planner, request).ranked(found)
 
         async def work() -> None:
             begun = time.monotonic()

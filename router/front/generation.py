@@ -35,6 +35,9 @@ class Generation:
         session: whose requests go together, where the policy heeds it; "" when that is not known.
         name: of the client's request, by which it is explained; "" takes the service's own id.
         trace: sees what becomes of it; None where nobody will.
+        slo_class: that it is served by; "" takes the default one.
+        tenant: out of whose share it comes, while others wait too; "" is one of them.
+        weight: of that share.
     """
 
     token_ids: tuple[int, ...]
@@ -47,6 +50,9 @@ class Generation:
     session: str = ""
     name: str = field(default="", compare=False)
     trace: ChoiceTrace | None = field(default=None, compare=False)
+    slo_class: str = ""
+    tenant: str = ""
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
