@@ -169,7 +169,7 @@ class RouterSection(msgspec.Struct, frozen=True, kw_only=True):
         api_keys: file of the API keys that may ask, on the router's machine; null lets everybody in.
         tls_certificate, tls_key: files of the router's TLS, in PEM, on its machine; null speaks plain HTTP.
         local_prefill: when a decode worker computes a prompt itself: "never", as a "fallback" while there is no prefill
-            worker, then and for "short" prompts, or "always".
+            worker, then and for "short" prompts, then and where it is predicted to be faster ("auto"), or "always".
         local_prefill_tokens: a prompt of at most so many tokens is short.
         tool_format: how the model writes calls of tools: "auto" as its chat template has it, "hermes" or
             "llama3_json".
@@ -187,7 +187,7 @@ class RouterSection(msgspec.Struct, frozen=True, kw_only=True):
     api_keys: str | None = None
     tls_certificate: str | None = None
     tls_key: str | None = None
-    local_prefill: Literal["never", "fallback", "short", "always"] = "fallback"
+    local_prefill: Literal["never", "fallback", "short", "auto", "always"] = "fallback"
     local_prefill_tokens: int = 0
     tool_format: Literal["auto", "hermes", "llama3_json"] = "auto"
     generation_config: Literal["auto", "none"] = "auto"

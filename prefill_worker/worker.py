@@ -191,6 +191,7 @@ class PrefillWorker:
             step_age=self._step_watch.age,
             step_fixed=self._stepper.pace.fixed,
             step_per_token=self._stepper.pace.per_token,
+            step_mean_tokens=self._stepper.pace.mean_tokens,
             step_gaps=self._stepper.gaps.histogram(),
             prefill_tokens=self._prefill_tokens,
             cached_tokens=self._cached_tokens,

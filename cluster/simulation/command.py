@@ -33,6 +33,9 @@ def simulate_command(
     ttft_target: Annotated[
         float, typer.Option(min=0, help="Seconds; a request that is not predicted to meet it is refused. 0: none.")
     ] = 0.0,
+    local_prefill: Annotated[
+        str, typer.Option(help="When decode workers compute prompts: never, fallback, auto or always.")
+    ] = "fallback",
     admission: Annotated[
         bool, typer.Option("--admission", help="Requests wait for their turn, or are refused, by the targets of --slo.")
     ] = False,
@@ -71,6 +74,7 @@ def simulate_command(
         Scenario,
         parse_failures,
         parse_loads,
+        parse_local_prefill,
         parse_policies,
         parse_slo,
         parse_workers,
@@ -92,6 +96,7 @@ def simulate_command(
         link=link_gbps * 1e9 / 8,
         latency=latency,
         ttft_target=ttft_target,
+        local_prefill=parse_local_prefill(local_prefill),
         ttft=ttft,
         tpot=tpot,
         failures=parse_failures(failures),
@@ -128,6 +133,7 @@ def simulate_command(
         routers=routers,
         link_gbps=link_gbps,
         ttft_target=ttft_target,
+        local_prefill=local_prefill,
         admission=admission,
         tenants=tenants,
         ttft=ttft,

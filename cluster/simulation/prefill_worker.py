@@ -67,6 +67,7 @@ class PrefillWorker(SimulatedWorker):
             kv_seconds=self.link.seconds,
             step_fixed=self._pace.fixed,
             step_per_token=self._pace.per_token,
+            step_mean_tokens=self._pace.mean_tokens,
         )
 
     def _step(self) -> None:
@@ -111,6 +112,7 @@ class PrefillWorker(SimulatedWorker):
         self._tokens += tokens
         self.tally.steps += 1
         self.tally.tokens += tokens
+        self.tally.prompt_tokens += tokens
         self.tally.busy += seconds
         ended = False
         for job, count in work:
@@ -131,6 +133,7 @@ class PrefillWorker(SimulatedWorker):
             return
         self._seal(stay, job.prompt.blocks[stay.found : job.prompt.length // self._size])
         job.first = self._agenda.now
+        self.tally.prompts += 1
         if job.decode is None:
             self._leave(stay)
             job.here = None

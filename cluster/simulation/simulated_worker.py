@@ -48,12 +48,15 @@ class Tally:
     Attributes:
         busy: seconds in steps.
         steps, tokens: that it computed: of prompts, or of outputs.
+        prompts, prompt_tokens: that it computed.
         found: tokens of prompts that it had.
     """
 
     busy: float = 0.0
     steps: int = 0
     tokens: int = 0
+    prompts: int = 0
+    prompt_tokens: int = 0
     found: int = 0
 
 
@@ -91,6 +94,7 @@ class SimulatedWorker(ABC):
             num_blocks=site.profile.num_blocks,
             peer_endpoint="tcp://simulated:1" if self.role == "prefill" else "",
             step_tokens=site.profile.step_tokens if self.role == "prefill" else 0,
+            prefills=self.role == "decode",
             max_sequences=site.profile.max_sequences if self.role == "decode" else 0,
         )
 

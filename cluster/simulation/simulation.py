@@ -61,6 +61,7 @@ class Simulation:
             tokenizer=MODEL,
             policy=scenario.policy,
             ttft_target=scenario.ttft_target,
+            local_prefill=scenario.local_prefill,
             slo=scenario.slo,
             max_requests=scenario.max_requests,
             explained_requests=0,
@@ -141,7 +142,7 @@ class Simulation:
         if name.startswith("prefill"):
             worker = PrefillWorker(peer, self._site, link, tally, self._computed)
         else:
-            worker = DecodeWorker(peer, self._site, link, tally, self._hand_over, self._ended)
+            worker = DecodeWorker(peer, self._site, link, tally, self._hand_over, self._told_first, self._ended)
         self._workers[name] = worker
         worker.beat()
 
@@ -165,24 +166,26 @@ class Simulation:
     def _open(self, request: Request, prompt: SimulatedPrompt, placement: Placement) -> Job:
         prefill = self._workers[placement.prefill.peer.name]
         decode = None if placement.decode is None else self._workers[placement.decode.peer.name]
-        assert isinstance(prefill, PrefillWorker), "no decode worker computes prompts here"
         assert not isinstance(decode, PrefillWorker), "no prefill worker decodes"
         job = Job(request, request.attempt, prompt, request.trace.output_tokens - request.emitted, prefill, decode)
-        for worker in (decode, prefill):
-            if worker is not None:
-                self._agenda.after(self._scenario.latency, worker.receive, job)
+        if decode is not None and decode is not prefill:
+            self._agenda.after(self._scenario.latency, decode.receive, job)
+        self._agenda.after(self._scenario.latency, prefill.receive, job)
         return job
 
     def _close(self, job: Job) -> int:
         came = 0 if job.decode is None else job.decode.emitted(job)
         job.given_up = True
         self._agenda.after(self._scenario.latency, job.prefill.drop, job)
-        if job.decode is not None:
+        if job.decode is not None and job.decode is not job.prefill:
             self._agenda.after(self._scenario.latency, job.decode.drop, job)
         return came
 
-    def _computed(self, job: Job) -> None:
+    def _told_first(self, job: Job) -> None:
         self._agenda.after(self._scenario.latency, job.request.router.first_token, job)
+
+    def _computed(self, job: Job) -> None:
+        self._told_first(job)
         self._hand_over(job)
 
     def _hand_over(self, job: Job) -> None:
@@ -194,6 +197,7 @@ class Simulation:
         missing = max(0, job.prompt.length - job.there.found * size)
         nbytes = int(missing * profile.token_bytes)
         granted = max(job.begun, job.reserved + latency)
+        assert isinstance(job.prefill, PrefillWorker), "what a decode worker computes is there"
         end = job.prefill.link.carry(job.decode.link, nbytes, granted) if nbytes else now
         # The last layers of all cannot have gone before they were computed.
         last = now + nbytes / profile.layout.num_layers / self._scenario.link
@@ -201,6 +205,7 @@ class Simulation:
 
     def _landed(self, job: Job) -> None:
         assert job.decode is not None, "it was reserved for"
+        assert isinstance(job.prefill, PrefillWorker), "what a decode worker computes is there"
         if job.prefill.alive:
             job.decode.land(job)
             self._agenda.after(self._scenario.latency, job.prefill.release, job)

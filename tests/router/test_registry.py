@@ -183,7 +183,7 @@ def test_counts_go_on_when_a_worker_starts_again() -> None:
 
 def test_every_counter_of_a_load_is_summed_up() -> None:
     gauges = {"pool", "waiting", "waiting_tokens", "running", "open_leases", "open_imports", "step_age", "draining"}
-    gauges |= {"used_slots", "empty_slots", "swapped_blocks", "step_fixed", "step_per_token"}
+    gauges |= {"used_slots", "empty_slots", "swapped_blocks", "step_fixed", "step_per_token", "step_mean_tokens"}
     assert {*COUNTERS} | gauges | {"step_gaps"} == {*WorkerLoad.__struct_fields__}
     assert not {*COUNTERS} & gauges
 
