@@ -53,6 +53,7 @@ class DecodeWorker(SimulatedWorker):
         self._context = 0
         self._plan = 0
         self._tokens = 0
+        self._seconds = 0.0
 
     def receive(self, job: Job) -> None:
         """Room is wanted for a job."""
@@ -105,7 +106,10 @@ class DecodeWorker(SimulatedWorker):
             running=len(self._ends),
             open_imports=self._expected,
             steps=self._step_at(self._agenda.now),
+            step_seconds=self._seconds,
             decode_tokens=self._tokens,
+            used_slots=self._cache.counts.used * self._size,
+            draining=self.draining,
             kv_bytes=self.link.nbytes,
             kv_seconds=self.link.seconds,
             step_fixed=self._pace.fixed,
@@ -157,6 +161,7 @@ class DecodeWorker(SimulatedWorker):
         self._steps = steps
         self._context += done * count
         self._tokens += done * count
+        self._seconds += took
         self.tally.steps += done
         self.tally.tokens += done * count
         self.tally.busy += took

@@ -21,6 +21,7 @@ from cluster.supervision import (
     Kill,
     Save,
     Supervision,
+    Switch,
 )
 from protocol.errors import ClusterError, ConfigError
 
@@ -62,9 +63,11 @@ class World:
     def turn(self, seconds: float = 0.2) -> list[Instruction]:
         self.now += seconds
         for member in self.supervision.members:
-            self.supervision.observed(
-                member.record.name, self.seen.get(member.record.name, Sight.ABSENT), self.now, error=""
-            )
+            name = member.record.name
+            sight = self.seen.get(name, Sight.ABSENT)
+            if name in self.alive and self.alive[name].incarnation != member.record.incarnation:
+                sight = Sight.FORMER
+            self.supervision.observed(name, sight, self.now, error="")
         instructions = self.supervision.tick(self.now)
         self.done += instructions
         for instruction in instructions:
@@ -78,6 +81,11 @@ class World:
                 case Drain(name, _):
                     if name in self.alive and name not in self.stubborn:
                         self.die(name)
+                case Switch(member):
+                    kept = {each.name: each for each in self.saved.members}
+                    assert kept[member.name] == member, "it is on record before it is asked"
+                    if member.name in self.alive and member.name not in self.stubborn:
+                        self.alive[member.name] = member
                 case Kill(name):
                     if name in self.alive:
                         self.die(name)
@@ -229,6 +237,93 @@ def test_the_last_that_serves_stays() -> None:
             world.supervision.drain(name, 1.0)
 
 
+def test_a_worker_takes_the_other_role_in_its_process() -> None:
+    world = World(2, 1)
+    world.settle()
+    process = world.alive["prefill-1"]
+    world.supervision.switch("prefill-1", "decode", 5.0)
+    assert not world.supervision.settled, "it has not become so by being told"
+    world.settle(lambda: world.serving("prefill") >= 1)
+    assert world.names() == ["decode-0", "prefill-0", "prefill-1", "router-0"]
+    assert world.saved.wanted == {"router": 1, "prefill": 1, "decode": 2}
+    assert world.alive["prefill-1"].role == "decode"
+    assert world.alive["prefill-1"].incarnation > process.incarnation
+    assert not [each for each in world.done if isinstance(each, Create | Drain | Kill)]
+    world.supervision.switch("prefill-1", "decode", 5.0)
+    assert world.turn() == [], "it has that role"
+    world.supervision.scale({"prefill": 2})
+    world.settle()
+    assert world.names() == ["decode-0", "prefill-0", "prefill-1", "prefill-2", "router-0"], "its name is taken"
+    world.supervision.switch("prefill-1", "prefill", 5.0)
+    world.settle()
+    assert (world.serving("prefill"), world.serving("decode")) == (3, 1)
+
+
+def test_one_that_dies_on_its_way_to_another_role_is_made_again_in_that() -> None:
+    world = World(2, 1)
+    world.settle()
+    world.stubborn.add("prefill-1")
+    world.supervision.switch("prefill-1", "decode", 5.0)
+    world.turn()
+    world.die("prefill-1")
+    world.settle()
+    (made,) = [each.member for each in world.done if isinstance(each, Create)]
+    assert (made.name, made.role) == ("prefill-1", "decode")
+
+
+def test_one_that_does_not_come_to_its_new_role_is_ended() -> None:
+    world = World(2, 1)
+    world.settle()
+    world.stubborn.add("prefill-1")
+    world.supervision.switch("prefill-1", "decode", 5.0)
+    world.turn()
+    world.turn(5.0 + KILL_AFTER_SECONDS - 0.5)
+    assert not [each for each in world.done if isinstance(each, Kill)]
+    world.turn(1.0)
+    assert Kill("prefill-1") in world.done
+    world.settle()
+    assert world.serving("decode") == 2
+
+
+def test_a_new_supervisor_asks_again_who_had_not_taken_its_role() -> None:
+    world = World(2, 1)
+    world.settle()
+    world.stubborn.add("prefill-1")
+    world.supervision.switch("prefill-1", "decode", 5.0)
+    world.turn()
+    world.supervision = Supervision(world.saved, world.now)
+    world.stubborn.clear()
+    world.settle()
+    asked = [each.member for each in world.done if isinstance(each, Switch)]
+    assert asked == [world.alive["prefill-1"]] * 2
+    assert world.serving("decode") == 2
+
+
+def test_who_cannot_take_another_role_is_told_why() -> None:
+    world = World(2, 1)
+    world.settle()
+    for name, role, said in (
+        ("decode-0", "prefill", "only decode worker"),
+        ("router-0", "decode", "no worker 'router-0'"),
+        ("prefill-0", "router", "role must be one of"),
+    ):
+        with pytest.raises((ClusterError, ConfigError), match=said):
+            world.supervision.switch(name, role, 1.0)
+    world.stubborn.add("prefill-1")
+    world.supervision.drain("prefill-1", 5.0)
+    with pytest.raises(ClusterError, match="does not serve"):
+        world.supervision.switch("prefill-1", "decode", 1.0)
+    config = msgspec.structs.replace(world.saved.config, prefill=RoleSection(gpus=2.0))
+    other = Supervision(ClusterRecord.first(config), world.now)
+    other.scale({"prefill": 2})
+    for _ in range(3):
+        other.tick(world.now)
+        for member in other.members:
+            other.observed(member.record.name, Sight.READY, world.now)
+    with pytest.raises(ClusterError, match=r"has gpus 2.0, and a decode worker wants 0.0"):
+        other.switch("prefill-0", "decode", 1.0)
+
+
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_a_restart_replaces_all_and_never_serves_with_less(count: int) -> None:
     world = World(count, count)
@@ -298,7 +393,7 @@ def test_whatever_happens_it_comes_to_what_is_wanted(data: st.DataObject) -> Non
     world = World(data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3)))
     highest = 0
     for _ in range(data.draw(st.integers(0, 25))):
-        match data.draw(st.sampled_from(["turn", "die", "scale", "drain", "restart", "supervisor", "slow"])):
+        match data.draw(st.sampled_from(["turn", "die", "scale", "drain", "switch", "restart", "supervisor", "slow"])):
             case "turn":
                 world.turn()
             case "die" if world.alive:
@@ -313,11 +408,19 @@ def test_whatever_happens_it_comes_to_what_is_wanted(data: st.DataObject) -> Non
                 name = data.draw(st.sampled_from(["prefill-0", "decode-1", "prefill-2"]))
                 with suppress(ClusterError):  # it is the last that serves, or is not there
                     world.supervision.drain(name, 1.0)
+            case "switch":
+                name, role = (
+                    data.draw(st.sampled_from(["prefill-0", "decode-1", "prefill-2"])),
+                    data.draw(st.sampled_from(["prefill", "decode"])),
+                )
+                with suppress(ClusterError):
+                    world.supervision.switch(name, role, 1.0)
             case "restart":
                 world.supervision.restart(world.saved.config)
             case "supervisor":
                 world.supervision = Supervision(world.saved, world.now)
-        lives = [each.member.incarnation for each in world.done if isinstance(each, Create)]
+        lives = [each.member.incarnation for each in world.done if isinstance(each, Create | Switch)]
+        lives = list(dict.fromkeys(lives))  # a later supervisor asks again
         assert lives == sorted(set(lives)), "each life has its own, and they grow"
         highest = max([highest, *lives])
     for name in world.seen:
