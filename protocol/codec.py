@@ -14,6 +14,8 @@ History of the wire:
 * 3 -- ``WorkerProfile.prefills``, and ``Prefill`` to decode workers that have it; ``WorkerLoad.step_gaps``;
   ``KVFollow``, ``KVEvents``, ``KVSnapshot`` and ``Heartbeat.kv_sequence``: routers know what workers have cached;
   ``WorkerLoad.step_fixed`` and ``step_per_token``, ``WorkerProfile.step_tokens``.
+* 4 -- ``Prefill.traceparent``, ``Reserve.traceparent``, ``WorkerLoad.spans_exported`` and ``spans_dropped``;
+  ``WorkerProfile.max_sequences``.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from protocol.ids import Peer
 from protocol.messages import Envelope, Message
 
 MAGIC = b"KF"
-VERSION = 3
+VERSION = 4
 """The one version this release speaks."""
 HEADER = MAGIC + bytes([VERSION])
 MAX_FRAME_BYTES = 16 << 20

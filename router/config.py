@@ -9,9 +9,11 @@ import re
 from dataclasses import dataclass
 
 from protocol.errors import ConfigError
+from protocol.tracing.config import TracingConfig
 from router.local_prefill import LOCAL_PREFILLS, LocalPrefill
 from router.policy import POLICIES
 from router.sampling_defaults import GENERATION_CONFIGS, GenerationConfig
+from router.slo.classes import SLOConfig
 from router.tool_format import TOOL_FORMATS, ToolFormat
 
 
@@ -54,9 +56,11 @@ class RouterConfig:
         tls_certificate, tls_key: files, in PEM, with which clients are spoken to by TLS; both or neither.
         tool_format: how the model writes calls of tools, a name in ``router.tool_format.TOOL_FORMATS``.
         generation_config: "auto" takes the sampling defaults that the model was published with, "none" neutral ones.
+        slo: classes of requests, and what they are promised.
         secret: what every worker must know; "" hears everybody.
         incarnation: of this life of the name, higher than that of the life before; 0 takes the clock.
         public: listen on an address that is not this machine's own though there are no keys.
+        tracing: how requests are traced; None traces none.
 
     Raises:
         ConfigError: a value is outside its range; names the field and the value.
@@ -97,8 +101,10 @@ class RouterConfig:
     tls_key: str = ""
     tool_format: ToolFormat = "auto"
     generation_config: GenerationConfig = "auto"
+    slo: SLOConfig = dataclasses.field(default_factory=SLOConfig)
     secret: str = dataclasses.field(default="", repr=False)
     incarnation: int = 0
+    tracing: TracingConfig | None = None
 
     def __post_init__(self) -> None:
         for field in ("model", "tokenizer", "host"):

@@ -68,6 +68,7 @@ class Decision:
         predicted_ttft, predicted_tpot, predicted_transfer: in seconds; no decode, no output after the first token.
         measured_ttft, measured_tpot: from ``at`` on; None until they are known.
         charged_tokens, charged_sequences: what the fleet still reckons with at the two workers.
+        admission: how it was let in, ready for JSON; None of further attempts.
     """
 
     request_id: str
@@ -88,6 +89,7 @@ class Decision:
     measured_tpot: float | None = None
     charged_tokens: float = 0.0
     charged_sequences: int = 0
+    admission: dict[str, Any] | None = None
 
     def told(self) -> dict[str, Any]:
         """Ready for JSON; holds no address."""
@@ -106,10 +108,30 @@ class Decision:
                 "tpot_s": _rounded(self.predicted_tpot),
                 "transfer_s": _rounded(self.predicted_transfer),
             },
+            "admission": self.admission,
             "measured": {"ttft_s": _rounded(self.measured_ttft), "tpot_s": _rounded(self.measured_tpot)},
             "prefill_candidates": self.prefill_candidates.told(),
             "decode_candidates": [] if decode is None else decode.told(),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A request was not let in.
+
+    Attributes:
+        request_id: which.
+        prompt_tokens: of it.
+        admission: why, ready for JSON.
+    """
+
+    request_id: str
+    prompt_tokens: int
+    admission: dict[str, Any]
+
+    def told(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {"request": self.request_id, "prompt_tokens": self.prompt_tokens, "admission": self.admission}
 
 
 class Explanations:
@@ -121,9 +143,9 @@ class Explanations:
 
     def __init__(self, kept: int) -> None:
         self._kept = kept
-        self._decisions: OrderedDict[str, list[Decision]] = OrderedDict()
+        self._decisions: OrderedDict[str, list[Decision | Refusal]] = OrderedDict()
 
-    def keep(self, name: str, decision: Decision) -> None:
+    def keep(self, name: str, decision: Decision | Refusal) -> None:
         """Note a decision of the request ``name``, of which there may be several."""
         if not self._kept:
             return
@@ -131,7 +153,7 @@ class Explanations:
         if len(self._decisions) > self._kept:
             self._decisions.popitem(last=False)
 
-    def find(self, name: str) -> list[Decision]:
+    def find(self, name: str) -> list[Decision | Refusal]:
         """All decisions of a request, in order; none when it is not known (any more)."""
         return self._decisions.get(name, [])
 

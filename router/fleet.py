@@ -50,6 +50,9 @@ _COLUMNS = (
     "correction",
     "corrected",
     "old_steps",
+    "slots",
+    "empty",
+    "claimed",
 )
 
 
@@ -73,6 +76,9 @@ class Fleet:
         corrected: when; it fades from then on.
         common: by role, what measured times come to, by the predicted ones.
         old_steps: of its steps, those before it came, or came back.
+        slots: sequences that it steps side by side; infinite where that is not told.
+        empty: tokens that its sequences have room for already.
+        claimed: tokens of prompts and answers that this router has sent there since the last heartbeat.
         seeds: of draws, by the workers' names.
         newest: the last time at which one joined.
     """
@@ -91,6 +97,9 @@ class Fleet:
     correction: Floats
     corrected: Floats
     old_steps: Floats
+    slots: Floats
+    empty: Floats
+    claimed: Floats
 
     def __init__(self, model: str, slow_start: float = 0.0) -> None:
         self._model = model
@@ -175,6 +184,10 @@ class Fleet:
         self.own_tokens[row] += tokens
         self.own_sequences[row] += sequences
 
+    def claim(self, row: int, tokens: float) -> None:
+        """What this router has just sent there will take room for so many tokens."""
+        self.claimed[row] += tokens
+
     def release(self, peer: Peer, tokens: float, sequences: int) -> None:
         """Work that this router had sent there is over; the last heartbeat may have counted it already."""
         row = self.find(peer)
@@ -230,7 +243,7 @@ class Fleet:
             self.old_steps[row] = 0.0
             self.newest = max(self.newest, self.joined[row])
         if before is None or before.load is not load:
-            self.own_tokens[row] = self.own_sequences[row] = 0.0
+            self.own_tokens[row] = self.own_sequences[row] = self.claimed[row] = 0.0
         self.workers[row] = worker
         able = worker.accepts_work and profile.model == self._model
         moved = able != (self.prefill[row] or self.decode[row])
@@ -247,6 +260,8 @@ class Fleet:
         size = profile.layout.block_size
         self.room[row] = (load.pool.free + load.pool.cached) * size
         self.block_size[row] = size
+        self.slots[row] = profile.max_sequences or np.inf
+        self.empty[row] = load.empty_slots
         link = load.kv_bytes / load.kv_seconds if load.kv_seconds > 0 and load.kv_bytes else LINK
         self.crossing[row] = profile.layout.block_bytes / size / link
         fixed, per_token = self._pace(worker, int(self.old_steps[row]))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from protocol.errors import NoWorkerAvailable
+from router.fleet import Fleet, Rows
 from router.policy import Choice, Demand, Snapshot, place, place_alone
 
 LocalPrefill = Literal["never", "fallback", "short", "always"]
@@ -50,6 +51,16 @@ def decide(policy: str, snapshot: Snapshot, demand: Demand, rule: LocalPrefillRu
         if local is None:
             raise
         return local
+
+
+def prompt_rows(fleet: Fleet, rule: LocalPrefillRule) -> Rows:
+    """Rows of the workers that compute prompts, short ones that stay on decode workers left out."""
+    rows = fleet.able("prefill")
+    if rule.mode == "never" or (rule.mode != "always" and rows.size):
+        return rows
+    decode = fleet.able("decode")
+    local = decode[fleet.prefills[decode]]
+    return local if local.size else rows
 
 
 def _wish(demand: Demand, rule: LocalPrefillRule) -> Reason:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from protocol.errors import TargetOutOfReach
+from protocol.errors import NoWorkerAvailable, TargetOutOfReach
 from protocol.ids import Peer, RequestKey
 from protocol.kv_events import KVEvents, KVFollow, KVSnapshot
 from router.block_index import BlockIndex
@@ -17,10 +17,11 @@ from router.explanations import DECODE_FIELDS, PREFILL_FIELDS, Candidates, Decis
 from router.fleet import Fleet, Floats, Rows
 from router.forecast import forecast
 from router.kv_feed import KVFeeds
-from router.local_prefill import LocalPrefillRule, decide
+from router.local_prefill import LocalPrefillRule, decide, prompt_rows
 from router.policy import Choice, Demand, Placement, Snapshot
 from router.prompt_chain import Prompt
 from router.registry import Worker, WorkerRegistry
+from router.slo.capacity import Capacity, Terms
 
 LEAST_TOKENS = 4
 """Output tokens from which on a pace is measured."""
@@ -88,6 +89,19 @@ class Placer:
         snapshot = Snapshot(self._fleet, told)
         return snapshot, decide(self._config.policy, snapshot, demand, self._config.local_prefill)
 
+    def soonest(self, prompt: Prompt, demand: Demand, now: float) -> float:
+        """Seconds in which a first token is predicted at the earliest; 0 where nobody could give it."""
+        try:
+            snapshot, choice = self.look(prompt, demand, now)
+        except NoWorkerAvailable:
+            return 0.0
+        return _soonest(snapshot, choice)
+
+    def capacity(self, terms: Terms, now: float) -> Capacity:
+        """What the workers have room for."""
+        self._see(now)
+        return Capacity(self._fleet, prompt_rows(self._fleet, self._config.local_prefill), terms)
+
     def place(self, prompt: Prompt, demand: Demand, key: RequestKey, now: float) -> tuple[Placement, Decision]:
         """As :meth:`look`, and reckon with the work from now on.
 
@@ -98,8 +112,7 @@ class Placer:
         snapshot, choice = self.look(prompt, demand, now)
         fleet, told = self._fleet, snapshot.forecast
         if demand.ttft_target and not choice.local:
-            rows = fleet.able("prefill")
-            soonest = float((told.ttft + told.wait)[rows].min())
+            soonest = _soonest(snapshot, choice)
             if soonest > demand.ttft_target:
                 raise TargetOutOfReach(
                     f"the first token is predicted in {soonest:.3g} s, and wanted within {demand.ttft_target:g} s",
@@ -142,6 +155,7 @@ class Placer:
         fleet.charge(choice.prefill, float(told.uncached[choice.prefill]), 0)
         if choice.decode is not None:
             fleet.charge(choice.decode, 0.0, demand.sequences)
+            fleet.claim(choice.decode, demand.reserve)
         return Placement(prefill, decode, choice.local), decision
 
     def first_token(self, decision: Decision, now: float) -> float:
@@ -195,3 +209,12 @@ class Placer:
         workers = self._fleet.workers
         names = [worker.peer.name for row in rows.tolist() if (worker := workers[row]) is not None]
         return Candidates(names, rows, fields, columns)
+
+
+def _soonest(snapshot: Snapshot, choice: Choice) -> float:
+    fleet, told = snapshot.fleet, snapshot.forecast
+    if choice.local:
+        return float(told.ttft[choice.prefill])
+    # Who has nothing to do is judged by its pace alone: were all refused for a correction, nothing would put it right.
+    alone = np.where(told.queue < 1.0, fleet.fixed + told.compute, np.inf)
+    return float((np.minimum(told.ttft, alone) + told.wait)[fleet.able("prefill")].min())

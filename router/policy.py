@@ -46,6 +46,7 @@ class Demand:
         sequences: that one prefill comes to.
         ttft_target: seconds within which the first token is to come; 0 for no bound.
         barred: peers that get nothing while there are others, those to be avoided among them.
+        reserve: tokens of prompt and answer that decode is expected to hold in the end; 0 where nobody reckons with it.
     """
 
     needs_decode: bool
@@ -57,6 +58,7 @@ class Demand:
     sequences: int = 1
     ttft_target: float = 0.0
     barred: frozenset[Peer] = frozenset()
+    reserve: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any
 
@@ -33,6 +33,8 @@ from router.metrics import RouterMetrics
 from router.placer import Placer, PlacerConfig
 from router.registry import Worker, WorkerRegistry
 from router.request_limits import RequestLimits
+from router.slo.desk import Desk
+from router.span_metrics import OwnSpans
 
 _log = logging.getLogger(__name__)
 
@@ -52,9 +54,10 @@ class Service:
 
     Args:
         config: of this router.
+        spans: gives what the router has counted of its own spans; None where it exports none.
     """
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterConfig, spans: Callable[[], OwnSpans | None] = lambda: None) -> None:
         self._config = config
         self._registry = WorkerRegistry(config.worker_timeout, config.step_age_bound, config.forget_after)
         self._breakers = Breakers(
@@ -76,6 +79,7 @@ class Service:
             self._placer.index,
             self._placer.feeds,
             lambda worker: self._breakers.view(worker.peer),
+            spans,
         )
         self._dispatcher = Dispatcher(
             model=config.model,
@@ -91,8 +95,14 @@ class Service:
                 request_timeout=config.request_timeout,
                 priority_aging=config.priority_aging,
             ),
-            max_requests=config.max_requests,
-            ttft_target=config.ttft_target,
+            desk=Desk(
+                config.slo,
+                self._placer,
+                self._metrics.admission,
+                max_requests=config.max_requests,
+                ttft_target=config.ttft_target,
+                aging=config.priority_aging,
+            ),
             registry=self._registry,
             breakers=self._breakers,
             metrics=self._metrics,

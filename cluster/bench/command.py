@@ -346,6 +346,9 @@ def latency_command(
     ca_file: CaFile = None,
     runs: Annotated[int, typer.Option(min=1, help="Of each length, after one that does not count.")] = 7,
     lengths: Annotated[str, typer.Option(help="Prompt tokens.")] = "16,64,256,900",
+    cached: Annotated[
+        int, typer.Option(min=0, help="Also longer prompts of which so many tokens were asked for before.")
+    ] = 0,
     output_tokens: Annotated[int, typer.Option(min=2, help="Of each answer.")] = OUTPUT_TOKENS,
     json: Json = None,
 ) -> None:
@@ -353,17 +356,17 @@ def latency_command(
     from rich.progress import track
 
     from cluster.bench.case import parse_counts
-    from cluster.bench.latency import measure, row_table, summary
+    from cluster.bench.latency import cases, measure, row_table, summary
     from cluster.bench.output import standard_output, write_json
     from cluster.conversation import default_url
     from router.client import Client
 
-    wanted = parse_counts(lengths, field="lengths")
+    wanted = cases(parse_counts(lengths, field="lengths"), cached)
     errors = Console(stderr=True)
     with Client(url or default_url(), api_key=api_key, ca_file=ca_file) as client:
         turns = measure(client, wanted, runs, output_tokens)
         found = list(track(turns, total=runs, description="runs", console=errors, disable=not errors.is_terminal))
-    rows = [summary(length, [turn[length] for turn in found], output_tokens) for length in wanted]
+    rows = [summary(case.length, [turn[case] for turn in found], output_tokens) for case in wanted]
     table = row_table(rows, runs=runs, output_tokens=output_tokens)
     standard_output().print(table)
     if json is not None:

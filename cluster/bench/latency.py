@@ -1,7 +1,7 @@
 """``kvferry bench latency``: where the time of a request goes, by prompt length, on a cluster that is up.
 
-Each request has a prompt of its own, so that nothing is cached; lengths take turns, so that what else runs on the
-machine hits all alike.
+Each request has a prompt of its own, so that nothing is cached, or just its beginning, which was asked for before;
+lengths take turns, so that what else runs on the machine hits all alike.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 from rich.table import Table
@@ -20,10 +21,26 @@ LOWEST_TOKEN_ID, HIGHEST_TOKEN_ID = 300, 31_000
 MIB = 1 << 20
 
 
+class Case(NamedTuple):
+    """Prompts alike."""
+
+    length: int
+    """Tokens."""
+    cached: int = 0
+    """Of them, asked for before."""
+
+
+def cases(lengths: Sequence[int], cached: int) -> list[Case]:
+    """Each length with nothing cached and, where it is longer than ``cached`` tokens, with these (0: none)."""
+    return [Case(length, part) for length in lengths for part in ((0, cached) if 0 < cached < length else (0,))]
+
+
 class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Medians of the runs of one prompt length; milliseconds, mebibytes, GB/s."""
+    """Medians of the runs of one case; milliseconds, mebibytes, GB/s."""
 
     prompt_tokens: int
+    cached_tokens: int
+    """Found by the prefill worker: whole blocks."""
     prefill_ms: float
     handoff_ms: float
     ttft_ms: float
@@ -34,24 +51,26 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     transport: str
 
 
-def measure(client: Client, lengths: Sequence[int], runs: int, output_tokens: int) -> Iterator[dict[int, Timings]]:
-    """Timings by prompt length, once per run; the first run is not given, it only warms up."""
+def measure(client: Client, wanted: Sequence[Case], runs: int, output_tokens: int) -> Iterator[dict[Case, Timings]]:
+    """Timings by case, once per run; the first run is not given, it only warms up."""
     rng = random.Random(0)  # noqa: S311
     for turn in range(runs + 1):
-        found = {length: _one(client, length, output_tokens, rng) for length in lengths}
+        found = {case: _one(client, case, output_tokens, rng) for case in wanted}
         if turn:
             yield found
 
 
-def _one(client: Client, length: int, output_tokens: int, rng: random.Random) -> Timings:
-    prompt = [rng.randrange(LOWEST_TOKEN_ID, HIGHEST_TOKEN_ID) for _ in range(length)]
+def _one(client: Client, case: Case, output_tokens: int, rng: random.Random) -> Timings:
+    prompt = [rng.randrange(LOWEST_TOKEN_ID, HIGHEST_TOKEN_ID) for _ in range(case.length)]
+    if case.cached:
+        client.complete(prompt[: case.cached], max_tokens=1, temperature=0)
     answer = client.complete(prompt, max_tokens=output_tokens, temperature=0, ignore_eos=True, timings=True)
     assert answer.timings is not None, "asked for"
     return answer.timings
 
 
 def summary(length: int, found: Sequence[Timings], output_tokens: int) -> Row:
-    """The medians of one length.
+    """The medians of one case.
 
     Args:
         length: prompt tokens.
@@ -64,6 +83,7 @@ def summary(length: int, found: Sequence[Timings], output_tokens: int) -> Row:
 
     return Row(
         prompt_tokens=length,
+        cached_tokens=round(median(lambda each: each.cached_tokens)),
         prefill_ms=median(lambda each: 1e3 * each.prefill_s),
         handoff_ms=median(lambda each: 1e3 * each.handoff_s),
         ttft_ms=median(lambda each: 1e3 * each.ttft_s),

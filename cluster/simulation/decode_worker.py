@@ -54,6 +54,8 @@ class DecodeWorker(SimulatedWorker):
         self._plan = 0
         self._tokens = 0
         self._seconds = 0.0
+        # Tokens of answers that room was made for, and of prompts whose sequences are stepped.
+        self._promised = self._prompts = 0
 
     def receive(self, job: Job) -> None:
         """Room is wanted for a job."""
@@ -81,11 +83,13 @@ class DecodeWorker(SimulatedWorker):
         if not self.alive or stay is None:
             return
         job.there = None
+        self._promised -= job.output
         if job in self._landed:
             self._landed.remove(job)
         elif job.joined >= 0:
             self._catch_up(self._step_at(self._agenda.now))
             self._context -= self._context_of(job)
+            self._prompts -= job.prompt.length + 1
             self._ends = [each for each in self._ends if each[2] is not job]
             self._ends.sort()
         else:
@@ -103,10 +107,12 @@ class DecodeWorker(SimulatedWorker):
         return WorkerLoad(
             pool=self._cache.counts,
             waiting=len(self._waiting) + self._expected + len(self._landed),
+            waiting_tokens=sum(job.prompt.length for job in self._waiting),
             running=len(self._ends),
             open_imports=self._expected,
             steps=self._step_at(self._agenda.now),
             step_seconds=self._seconds,
+            empty_slots=max(0, self._promised - (self._context - self._prompts)),
             decode_tokens=self._tokens,
             used_slots=self._cache.counts.used * self._size,
             draining=self.draining,
@@ -125,6 +131,7 @@ class DecodeWorker(SimulatedWorker):
                     return
                 job.there, job.reserved = stay, self._agenda.now
                 self._expected += 1
+                self._promised += job.output
                 self._reserved(job)
             self._waiting.popleft()
 
@@ -192,6 +199,7 @@ class DecodeWorker(SimulatedWorker):
             job.joined = step
             self._order += 1
             self._context += job.prompt.length + 1
+            self._prompts += job.prompt.length + 1
             heappush(ends, (step + job.output - 1, self._order, job))
         self._landed = []
         self._let_in()
@@ -204,6 +212,8 @@ class DecodeWorker(SimulatedWorker):
         stay = job.there
         assert stay is not None, "it was reserved for"
         self._context -= self._context_of(job)
+        self._prompts -= job.prompt.length + 1
+        self._promised -= job.output
         full = (job.prompt.length + job.output) // self._size
         self._seal(stay, job.prompt.blocks[job.prompt.length // self._size : full])
         self._leave(stay)

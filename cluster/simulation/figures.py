@@ -14,7 +14,7 @@ from cluster.simulation.scenario import Scenario
 from cluster.simulation.simulated_worker import Tally
 from router.placer import Placer
 
-VERSION = 1
+VERSION = 2
 CURVE = tuple(range(101))
 """Percentiles that are kept for a picture."""
 
@@ -32,6 +32,31 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     p90: float
     p99: float
     curve: tuple[float, ...]
+
+    @property
+    def most(self) -> float:
+        """The largest sample."""
+        return max(self.curve, default=0.0)
+
+
+class TenantFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What became of one tenant's requests.
+
+    Attributes:
+        tenant: its name.
+        requests, finished, refused: how many came, and what became of them.
+        good: share of those that came which met both targets.
+        served: its share of all tokens of requests that finished.
+        ttft: of those that finished.
+    """
+
+    tenant: str
+    requests: int
+    finished: int
+    refused: int
+    good: float
+    served: float
+    ttft: Spread
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,6 +79,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         cpu_seconds: that it took.
         events, messages: that happened, and that routers heard.
         indexed: blocks that the routers knew of in the end, and the bytes of their indexes.
+        tenants: of each, where there are several.
     """
 
     policy: str
@@ -79,6 +105,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     events: int
     messages: int
     indexed: tuple[int, int]
+    tenants: tuple[TenantFigures, ...] = ()
 
 
 class SimulationReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -86,22 +113,24 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     Attributes:
         version: of this format.
-        trace, requests, rate, seed, profile, workers, routers, link_gbps, ttft_target, ttft, tpot, failures: as asked
-            for, or taken where they were not.
-        figures: of each policy.
+        trace, requests, rates, seed, profile, workers, routers, link_gbps, ttft_target, admission, tenants, ttft, tpot,
+            failures: as asked for, or taken where they were not.
+        figures: of each policy, one rate after the other.
     """
 
     version: int = VERSION
     kvferry: str
     trace: str
     requests: int
-    rate: float | None
+    rates: tuple[float | None, ...]
     seed: int
     profile: str
     workers: str
     routers: int
     link_gbps: float
     ttft_target: float
+    admission: bool
+    tenants: str
     ttft: float
     tpot: float
     failures: str
@@ -155,7 +184,30 @@ def figures_of(
         events=events,
         messages=messages,
         indexed=(sum(each.index.blocks for each in placers), sum(each.index.nbytes for each in placers)),
+        tenants=_by_tenant(records, good) if len(records.tenants) > 1 else (),
     )
+
+
+def _by_tenant(records: Records, good: NDArray[np.bool_]) -> tuple[TenantFigures, ...]:
+    count = records.ended
+    outcome, tokens, tenant = records.outcome[:count], records.tokens[:count], records.tenant[:count]
+    finished = outcome == Outcome.FINISHED
+    every = max(1, int(tokens[finished].sum()))
+    found = []
+    for number, name in enumerate(records.tenants):
+        mine = tenant == number
+        found.append(
+            TenantFigures(
+                tenant=name,
+                requests=int(mine.sum()),
+                finished=int((mine & finished).sum()),
+                refused=int((mine & (outcome == Outcome.REFUSED)).sum()),
+                good=float(good[mine].sum()) / max(1, int(mine.sum())),
+                served=int(tokens[mine & finished].sum()) / every,
+                ttft=_spread(records.ttft[:count][mine & finished]),
+            )
+        )
+    return tuple(found)
 
 
 def _spread(samples: NDArray[np.float64]) -> Spread:
@@ -171,23 +223,44 @@ def _uneven(loads: Sequence[float]) -> float:
 
 
 def simulation_table(figures: Sequence[Figures]) -> Table:
-    """A row for each policy."""
+    """A row for each policy and rate."""
     table = Table(box=None, pad_edge=False)
     table.add_column("policy", no_wrap=True)
     for heading in (
-        *("TTFT ms", "p50", "p99", "TPOT ms", "p99", "good %", "good/s", "cached %"),
+        *("req/s", "TTFT ms", "p50", "p99", "most", "TPOT ms", "p99", "good %", "good/s", "cached %"),
         *("P load", "D load", "busy %", "refused", "failed", "error %"),
     ):
         table.add_column(heading, justify="right", no_wrap=True)
     for each in figures:
         table.add_row(
             each.policy,
-            *(f"{1e3 * value:.4g}" for value in (each.ttft.mean, each.ttft.p50, each.ttft.p99)),
+            f"{each.rate:.4g}",
+            *(f"{1e3 * value:.4g}" for value in (each.ttft.mean, each.ttft.p50, each.ttft.p99, each.ttft.most)),
             *(f"{1e3 * value:.3g}" for value in (each.tpot.mean, each.tpot.p99)),
             *(f"{100 * each.good:.1f}", f"{each.goodput:.4g}", f"{100 * each.cached:.1f}"),
             *(f"{each.prefill_load:.2f}", f"{each.decode_load:.2f}", f"{100 * each.prefill_busy:.0f}"),
             *(str(each.refused), str(each.failed), f"{100 * each.prediction_error:.0f}"),
         )
+    return table
+
+
+def tenant_table(figures: Sequence[Figures]) -> Table:
+    """A row for each tenant of each run."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("policy", "tenant"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("req/s", "requests", "refused", "tokens %", "good %", "TTFT ms", "p99"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for each in figures:
+        for mine in each.tenants:
+            table.add_row(
+                each.policy,
+                mine.tenant,
+                f"{each.rate * mine.requests / max(1, each.requests):.4g}",
+                *(str(mine.requests), str(mine.refused)),
+                *(f"{100 * mine.served:.1f}", f"{100 * mine.good:.1f}"),
+                *(f"{1e3 * value:.4g}" for value in (mine.ttft.mean, mine.ttft.p99)),
+            )
     return table
 
 

@@ -9,6 +9,7 @@ from cluster.simulation.elasticity import Elasticity
 from cluster.simulation.profile import EngineProfile
 from protocol.errors import ConfigError
 from router.policy import POLICIES
+from router.slo.classes import SLOConfig
 
 MAX_WORKERS = 4096
 MAX_ROUTERS = 64
@@ -42,6 +43,8 @@ class Scenario:
         link: of every worker's network, in bytes a second.
         latency: of a message, in seconds.
         ttft_target: the router's; 0 refuses nothing.
+        slo: classes of the routers; all requests are of the default one.
+        tenants: parts of the conversations that each sends; none for one who sends all.
         ttft, tpot: within which an answer counts as good, in seconds.
         max_requests: live ones of a router.
         failures: what dies.
@@ -65,6 +68,8 @@ class Scenario:
     max_requests: int = 1 << 20
     failures: tuple[Failure, ...] = field(default=())
     elasticity: Elasticity | None = None
+    slo: SLOConfig = field(default_factory=SLOConfig)
+    tenants: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -121,6 +126,20 @@ def parse_policies(text: str) -> tuple[str, ...]:
         if name not in POLICIES:
             raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, got {name!r}", field="policy")
     return names
+
+
+def parse_loads(text: str) -> tuple[float, ...]:
+    """``0.5,1,1.5``: shares of what the workers could do.
+
+    Raises:
+        ConfigError: one is no number in [0.01, 10].
+    """
+    loads = []
+    for part in text.split(","):
+        if re.fullmatch(r"\d{1,2}(\.\d{1,9})?", part.strip()) is None or not 0.01 <= float(part) <= 10.0:
+            raise ConfigError(f"load must be numbers in [0.01, 10] with commas between, got {part!r}", field="load")
+        loads.append(float(part))
+    return tuple(loads)
 
 
 def parse_failures(text: str) -> tuple[Failure, ...]:

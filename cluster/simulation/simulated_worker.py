@@ -94,6 +94,7 @@ class SimulatedWorker(ABC):
             num_blocks=site.profile.num_blocks,
             peer_endpoint="tcp://simulated:1" if self.role == "prefill" else "",
             step_tokens=site.profile.step_tokens if self.role == "prefill" else 0,
+            max_sequences=site.profile.max_sequences if self.role == "decode" else 0,
         )
 
     @abstractmethod

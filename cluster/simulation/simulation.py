@@ -20,6 +20,7 @@ from cluster.simulation.record import Outcome, Records, Request
 from cluster.simulation.scenario import Failure, Scenario
 from cluster.simulation.simulated_router import SimulatedRouter
 from cluster.simulation.simulated_worker import HEARTBEAT, MODEL, Site, Tally
+from cluster.simulation.tenants import Tenants
 from protocol.ids import Peer, Role
 from protocol.kv_events import KVFollow
 from protocol.messages import Message
@@ -51,7 +52,8 @@ class Simulation:
         self._agenda = Agenda()
         self._trace = iter(trace)
         self._prompts = Prompts(scenario.profile.layout.block_size)
-        self._records = Records(count)
+        self._tenants = Tenants(scenario.tenants, scenario.seed)
+        self._records = Records(count, self._tenants.names)
         self._count = count
         self._arrived = 0
         self._messages = 0
@@ -63,6 +65,7 @@ class Simulation:
             tokenizer=MODEL,
             policy=scenario.policy,
             ttft_target=scenario.ttft_target,
+            slo=scenario.slo,
             max_requests=scenario.max_requests,
             explained_requests=0,
         )
@@ -139,7 +142,8 @@ class Simulation:
 
     def _arrive(self, trace: TraceRequest) -> None:
         router = next(self._turns)
-        request = Request(self._arrived, trace, self._prompts.of(trace), router, self._agenda.now)
+        tenant = self._tenants.of(trace.session)
+        request = Request(self._arrived, trace, self._prompts.of(trace), router, self._agenda.now, tenant)
         self._arrived += 1
         profile = self._scenario.profile
         if trace.prompt_tokens + trace.output_tokens > profile.num_blocks * profile.layout.block_size:

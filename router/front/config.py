@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from protocol.errors import ConfigError
+from router.slo.classes import SLOConfig
 from router.tool_format import TOOL_FORMATS, ToolFormat
 
 
@@ -19,6 +20,7 @@ class FrontConfig:
         max_prompt_logprobs: most log-probabilities of prompt tokens in one answer: prompt tokens times one more than
             the alternatives of each, over all choices.
         tool_format: how the model writes calls of tools, a name in ``router.tool_format.TOOL_FORMATS``.
+        slo: classes of requests.
         send_timeout: seconds that a client may leave an answer unread before it counts as gone.
 
     Raises:
@@ -30,6 +32,7 @@ class FrontConfig:
     default_max_tokens: int = 16
     max_prompt_logprobs: int = 1 << 19
     tool_format: ToolFormat = "auto"
+    slo: SLOConfig = field(default_factory=SLOConfig)
     send_timeout: float = 60.0
 
     def __post_init__(self) -> None:

@@ -25,7 +25,7 @@ from cluster.bench.case import (
     parse_counts,
     pool_blocks,
 )
-from cluster.bench.latency import summary
+from cluster.bench.latency import cases, summary
 from cluster.bench.limit import LIMITS, limit_of
 from cluster.bench.preset import PRESETS, layout_of
 from cluster.bench.statistics import latency, paired_ratio, percentile, rate
@@ -255,3 +255,9 @@ def timings(ttft_s: float) -> Timings:
 def test_a_latency_row_is_of_medians() -> None:
     row = summary(16, [timings(value) for value in (1.0, 9.0, 2.0)], output_tokens=4)
     assert (row.prompt_tokens, row.ttft_ms, row.tpot_ms, row.gb_per_s) == (16, 2000.0, 500.0, 2.0)
+    assert row.cached_tokens == 0
+
+
+def test_prompts_longer_than_what_is_cached_are_measured_with_it_and_without() -> None:
+    assert cases([16, 64], 0) == [(16, 0), (64, 0)]
+    assert cases([16, 64, 900], 64) == [(16, 0), (64, 0), (900, 0), (900, 64)]

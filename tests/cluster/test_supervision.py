@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
 
@@ -8,102 +7,20 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from world import World
 
-from cluster.config import ClusterConfig, RoleSection, ScaleSection
-from cluster.member import MAX_PAUSE_SECONDS, STEADY_SECONDS, MemberRecord, Sight
+from cluster.member import MAX_PAUSE_SECONDS, STEADY_SECONDS, Sight
 from cluster.supervision import (
     KILL_AFTER_SECONDS,
     NO_ROOM_SECONDS,
-    ClusterRecord,
     Create,
     Drain,
-    Instruction,
     Kill,
     Save,
     Supervision,
     Switch,
 )
 from protocol.errors import ClusterError, ConfigError
-
-LIMIT = 60.0
-
-
-class World:
-    """What Ray would do: processes that come up, leave when asked, and die when the test says so."""
-
-    def __init__(self, prefill: int = 1, decode: int = 1, *, room: int = 99) -> None:
-        config = ClusterConfig(
-            model="m", prefill=RoleSection(replicas=prefill), scale=ScaleSection(drain_timeout=LIMIT)
-        )
-        config = msgspec.structs.replace(config, decode=msgspec.structs.replace(config.decode, replicas=decode))
-        self.now = 100.0
-        self.room = room
-        self.saved = ClusterRecord.first(config)
-        self.alive: dict[str, MemberRecord] = {}
-        self.seen: dict[str, Sight] = {}
-        self.done: list[Instruction] = []
-        self.stubborn: set[str] = set()
-        for member in self.saved.members:
-            self.place(member)
-        self.supervision = Supervision(self.saved, self.now)
-
-    def place(self, member: MemberRecord) -> None:
-        assert member.name not in self.alive, "two lives of one name"
-        self.alive[member.name] = member
-        placed = sum(sight is not Sight.PLACING for sight in self.seen.values())
-        self.seen[member.name] = Sight.READY if placed < self.room else Sight.PLACING
-
-    def die(self, name: str) -> None:
-        del self.alive[name]
-        del self.seen[name]
-        for other, sight in self.seen.items():
-            if sight is Sight.PLACING and sum(each is not Sight.PLACING for each in self.seen.values()) < self.room:
-                self.seen[other] = Sight.READY
-
-    def turn(self, seconds: float = 0.2) -> list[Instruction]:
-        self.now += seconds
-        for member in self.supervision.members:
-            name = member.record.name
-            sight = self.seen.get(name, Sight.ABSENT)
-            if name in self.alive and self.alive[name].incarnation != member.record.incarnation:
-                sight = Sight.FORMER
-            self.supervision.observed(name, sight, self.now, error="")
-        instructions = self.supervision.tick(self.now)
-        self.done += instructions
-        for instruction in instructions:
-            match instruction:
-                case Save(record):
-                    self.saved = record
-                case Create(member):
-                    kept = {each.name: each for each in self.saved.members}
-                    assert kept[member.name] == member, "it is on record before it is made"
-                    self.place(member)
-                case Drain(name, _):
-                    if name in self.alive and name not in self.stubborn:
-                        self.die(name)
-                case Switch(member):
-                    kept = {each.name: each for each in self.saved.members}
-                    assert kept[member.name] == member, "it is on record before it is asked"
-                    if member.name in self.alive and member.name not in self.stubborn:
-                        self.alive[member.name] = member
-                case Kill(name):
-                    if name in self.alive:
-                        self.die(name)
-        return instructions
-
-    def settle(self, serving: Callable[[], bool] = lambda: True, turns: int = 400) -> None:
-        for _ in range(turns):
-            self.turn()
-            assert serving(), "too few serve"
-            if self.supervision.settled:
-                return
-        raise AssertionError(f"never settled: {[(m.record, m.state, m.seen) for m in self.supervision.members]}")
-
-    def names(self) -> list[str]:
-        return sorted(self.alive)
-
-    def serving(self, role: str) -> int:
-        return sum(self.seen[name] is Sight.READY and member.role == role for name, member in self.alive.items())
 
 
 def test_a_cluster_as_it_shall_be_is_left_alone() -> None:
@@ -235,93 +152,6 @@ def test_the_last_that_serves_stays() -> None:
     for name in ("router-0", "prefill-9"):
         with pytest.raises(ClusterError, match=f"no worker '{name}'"):
             world.supervision.drain(name, 1.0)
-
-
-def test_a_worker_takes_the_other_role_in_its_process() -> None:
-    world = World(2, 1)
-    world.settle()
-    process = world.alive["prefill-1"]
-    world.supervision.switch("prefill-1", "decode", 5.0)
-    assert not world.supervision.settled, "it has not become so by being told"
-    world.settle(lambda: world.serving("prefill") >= 1)
-    assert world.names() == ["decode-0", "prefill-0", "prefill-1", "router-0"]
-    assert world.saved.wanted == {"router": 1, "prefill": 1, "decode": 2}
-    assert world.alive["prefill-1"].role == "decode"
-    assert world.alive["prefill-1"].incarnation > process.incarnation
-    assert not [each for each in world.done if isinstance(each, Create | Drain | Kill)]
-    world.supervision.switch("prefill-1", "decode", 5.0)
-    assert world.turn() == [], "it has that role"
-    world.supervision.scale({"prefill": 2})
-    world.settle()
-    assert world.names() == ["decode-0", "prefill-0", "prefill-1", "prefill-2", "router-0"], "its name is taken"
-    world.supervision.switch("prefill-1", "prefill", 5.0)
-    world.settle()
-    assert (world.serving("prefill"), world.serving("decode")) == (3, 1)
-
-
-def test_one_that_dies_on_its_way_to_another_role_is_made_again_in_that() -> None:
-    world = World(2, 1)
-    world.settle()
-    world.stubborn.add("prefill-1")
-    world.supervision.switch("prefill-1", "decode", 5.0)
-    world.turn()
-    world.die("prefill-1")
-    world.settle()
-    (made,) = [each.member for each in world.done if isinstance(each, Create)]
-    assert (made.name, made.role) == ("prefill-1", "decode")
-
-
-def test_one_that_does_not_come_to_its_new_role_is_ended() -> None:
-    world = World(2, 1)
-    world.settle()
-    world.stubborn.add("prefill-1")
-    world.supervision.switch("prefill-1", "decode", 5.0)
-    world.turn()
-    world.turn(5.0 + KILL_AFTER_SECONDS - 0.5)
-    assert not [each for each in world.done if isinstance(each, Kill)]
-    world.turn(1.0)
-    assert Kill("prefill-1") in world.done
-    world.settle()
-    assert world.serving("decode") == 2
-
-
-def test_a_new_supervisor_asks_again_who_had_not_taken_its_role() -> None:
-    world = World(2, 1)
-    world.settle()
-    world.stubborn.add("prefill-1")
-    world.supervision.switch("prefill-1", "decode", 5.0)
-    world.turn()
-    world.supervision = Supervision(world.saved, world.now)
-    world.stubborn.clear()
-    world.settle()
-    asked = [each.member for each in world.done if isinstance(each, Switch)]
-    assert asked == [world.alive["prefill-1"]] * 2
-    assert world.serving("decode") == 2
-
-
-def test_who_cannot_take_another_role_is_told_why() -> None:
-    world = World(2, 1)
-    world.settle()
-    for name, role, said in (
-        ("decode-0", "prefill", "only decode worker"),
-        ("router-0", "decode", "no worker 'router-0'"),
-        ("prefill-0", "router", "role must be one of"),
-    ):
-        with pytest.raises((ClusterError, ConfigError), match=said):
-            world.supervision.switch(name, role, 1.0)
-    world.stubborn.add("prefill-1")
-    world.supervision.drain("prefill-1", 5.0)
-    with pytest.raises(ClusterError, match="does not serve"):
-        world.supervision.switch("prefill-1", "decode", 1.0)
-    config = msgspec.structs.replace(world.saved.config, prefill=RoleSection(gpus=2.0))
-    other = Supervision(ClusterRecord.first(config), world.now)
-    other.scale({"prefill": 2})
-    for _ in range(3):
-        other.tick(world.now)
-        for member in other.members:
-            other.observed(member.record.name, Sight.READY, world.now)
-    with pytest.raises(ClusterError, match=r"has gpus 2.0, and a decode worker wants 0.0"):
-        other.switch("prefill-0", "decode", 1.0)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

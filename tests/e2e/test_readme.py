@@ -24,7 +24,7 @@ DEMO, TEST, UP, DOWN = "make demo", "make test", "kvferry up cluster.yaml", "kvf
 URL = "http://127.0.0.1:8000"
 BRIEFLY = {
     "kvferry bench transfer": "--seconds 0.05",
-    f"kvferry bench latency --url {URL}": "--runs 1",
+    f"kvferry bench latency --url {URL}": "--runs 1 --cached 256",
     next(command for command in COMMANDS if command.startswith("kvferry bench serve")): "--requests 3 --warmup 1",
 }
 """What is added to commands that measure, for here nobody reads their figures."""

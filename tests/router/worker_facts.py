@@ -16,7 +16,10 @@ LAYOUT = KVLayout(num_layers=2, kv_heads=2, head_dim=8, block_size=4)
 
 
 def pool(free: int = 63) -> PoolCounts:
-    return PoolCounts(free=free, active=63 - free, cached=0, exported=0, importing=0, draining=0, reserved=1, total=64)
+    total = max(free, 63)
+    return PoolCounts(
+        free=free, active=total - free, cached=0, exported=0, importing=0, draining=0, reserved=1, total=total + 1
+    )
 
 
 def profile(
@@ -26,6 +29,7 @@ def profile(
     layout: KVLayout = LAYOUT,
     max_model_len: int = 4096,
     prefills: bool = False,
+    max_sequences: int = 0,
 ) -> WorkerProfile:
     return WorkerProfile(
         role=role,
@@ -36,6 +40,7 @@ def profile(
         num_blocks=64,
         peer_endpoint="tcp://127.0.0.1:1" if role == "prefill" else "",
         prefills=prefills,
+        max_sequences=max_sequences,
     )
 
 
@@ -46,10 +51,18 @@ def fleet_of(workers: Sequence[Worker], now: float = 0.0) -> Fleet:
 
 
 def heartbeat(
-    role: Role, *, model: str = MODEL, layout: KVLayout = LAYOUT, prefills: bool = False, **load: object
+    role: Role,
+    *,
+    model: str = MODEL,
+    layout: KVLayout = LAYOUT,
+    prefills: bool = False,
+    max_sequences: int = 0,
+    free: int = 63,
+    **load: object,
 ) -> Heartbeat:
-    told = WorkerLoad(pool=pool(), **load)  # type: ignore[arg-type]
-    return Heartbeat(profile(role, model=model, layout=layout, prefills=prefills), told)
+    told = WorkerLoad(pool=pool(free), **load)  # type: ignore[arg-type]
+    known = profile(role, model=model, layout=layout, prefills=prefills, max_sequences=max_sequences)
+    return Heartbeat(known, told)
 
 
 def worker(
