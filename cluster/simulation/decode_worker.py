@@ -61,6 +61,7 @@ class DecodeWorker(SimulatedWorker):
         self._local = LocalPrompts(site.profile)
         # When the step under way ends, if it computes a share of a prompt.
         self._mixed_until: float | None = None
+        self._seconds = 0.0
         # Tokens of answers that room was made for, and of prompts whose sequences are stepped.
         self._promised = self._prompts = 0
 
@@ -120,8 +121,11 @@ class DecodeWorker(SimulatedWorker):
             running=len(self._ends) + len(self._local),
             open_imports=self._expected,
             steps=self._step_at(self._agenda.now),
+            step_seconds=self._seconds,
             empty_slots=max(0, self._promised - (self._context - self._prompts)),
             decode_tokens=self._tokens,
+            used_slots=self._cache.counts.used * self._size,
+            draining=self.draining,
             kv_bytes=self.link.nbytes,
             kv_seconds=self.link.seconds,
             step_fixed=self._pace.fixed,
@@ -183,6 +187,7 @@ class DecodeWorker(SimulatedWorker):
         self._steps = steps
         self._context += done * count
         self._tokens += done * count
+        self._seconds += took
         self.tally.steps += done
         self.tally.tokens += done * count
         self.tally.prompt_tokens += self._local.tokens

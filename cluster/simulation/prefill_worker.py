@@ -33,6 +33,7 @@ class PrefillWorker(SimulatedWorker):
         self._running: list[Job] = []
         self._stepping = False
         self._tokens = self._steps = 0
+        self._seconds = 0.0
 
     def receive(self, job: Job) -> None:
         """A prompt has come."""
@@ -62,7 +63,9 @@ class PrefillWorker(SimulatedWorker):
             waiting_tokens=running + sum(job.prompt.length for job in self._waiting),
             running=len(self._running),
             steps=self._steps,
+            step_seconds=self._seconds,
             prefill_tokens=self._tokens,
+            draining=self.draining,
             kv_bytes=self.link.nbytes,
             kv_seconds=self.link.seconds,
             step_fixed=self._pace.fixed,
@@ -110,6 +113,7 @@ class PrefillWorker(SimulatedWorker):
         self._pace.add(tokens, seconds)
         self._steps += 1
         self._tokens += tokens
+        self._seconds += seconds
         self.tally.steps += 1
         self.tally.tokens += tokens
         self.tally.prompt_tokens += tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from cluster.simulation.elasticity import Elasticity
 from cluster.simulation.profile import EngineProfile
 from protocol.errors import ConfigError
 from router.local_prefill import LocalPrefill
@@ -51,6 +52,7 @@ class Scenario:
         ttft, tpot: within which an answer counts as good, in seconds.
         max_requests: live ones of a router.
         failures: what dies.
+        elasticity: by which workers come, go and change their role; None leaves them as they are.
 
     Raises:
         ConfigError: a value is out of range; names field and value.
@@ -70,6 +72,7 @@ class Scenario:
     tpot: float = 0.05
     max_requests: int = 1 << 20
     failures: tuple[Failure, ...] = field(default=())
+    elasticity: Elasticity | None = None
     slo: SLOConfig = field(default_factory=SLOConfig)
     tenants: dict[str, float] = field(default_factory=dict)
 

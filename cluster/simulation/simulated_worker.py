@@ -15,6 +15,7 @@ from engine.step_pace import StepPace
 from protocol.ids import Peer, Role
 from protocol.kv_events import KVFollow
 from protocol.kv_publisher import KVPublisher
+from protocol.layout import KVLayout
 from protocol.messages import Heartbeat, Message, WorkerLoad, WorkerProfile
 
 MODEL = "simulated"
@@ -68,6 +69,7 @@ class SimulatedWorker(ABC):
         tally: of all lives.
         link: its network.
         alive: whether anything still happens here.
+        draining: whether it takes no new work.
     """
 
     role: Role
@@ -77,6 +79,7 @@ class SimulatedWorker(ABC):
         self.tally = tally
         self.link = link
         self.alive = True
+        self.draining = False
         self._site = site
         self._agenda = site.agenda
         self._profile = site.profile
@@ -105,8 +108,27 @@ class SimulatedWorker(ABC):
     def beat(self) -> None:
         """Send a heartbeat, and again and again."""
         if self.alive:
-            self._site.tell(self.peer, Heartbeat(self._told, self.load(), kv_sequence=self._publisher.sequence))
+            self._announce()
             self._agenda.after(HEARTBEAT, self.beat)
+
+    def _announce(self) -> None:
+        self._site.tell(self.peer, Heartbeat(self._told, self.load(), kv_sequence=self._publisher.sequence))
+
+    def drain(self) -> None:
+        """Take no new work, and tell every router so at once."""
+        self.draining = True
+        self._announce()
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has nothing of anybody's."""
+        load = self.load()
+        return not (load.waiting or load.running or load.pool.used)
+
+    @property
+    def layout(self) -> KVLayout:
+        """Of its pool."""
+        return self._profile.layout
 
     def follow(self, router: Peer, message: KVFollow) -> None:
         """A router wants to be told of the prefix cache."""

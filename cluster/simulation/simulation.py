@@ -10,6 +10,7 @@ from itertools import cycle
 from cluster.bench.traces.request import TraceRequest
 from cluster.simulation.agenda import Agenda
 from cluster.simulation.decode_worker import DecodeWorker
+from cluster.simulation.elastic_fleet import ElasticFleet
 from cluster.simulation.figures import Figures, figures_of
 from cluster.simulation.job import Job
 from cluster.simulation.link import Link
@@ -20,7 +21,7 @@ from cluster.simulation.scenario import Failure, Scenario
 from cluster.simulation.simulated_router import SimulatedRouter
 from cluster.simulation.simulated_worker import HEARTBEAT, MODEL, Site, Tally
 from cluster.simulation.tenants import Tenants
-from protocol.ids import Peer
+from protocol.ids import Peer, Role
 from protocol.kv_events import KVFollow
 from protocol.messages import Message
 from router.config import RouterConfig
@@ -41,6 +42,9 @@ class Simulation:
         scenario: what is simulated.
         trace: the requests, by their times.
         count: how many at most.
+
+    Attributes:
+        fleet: what makes workers come and go; None where nothing does.
     """
 
     def __init__(self, scenario: Scenario, trace: Iterable[TraceRequest], count: int) -> None:
@@ -71,17 +75,31 @@ class Simulation:
             for name in (f"router-{number}" for number in range(scenario.routers))
         }
         self._turns = cycle(self._routers.values())
+        self.fleet: ElasticFleet | None = None
+        if scenario.elasticity is not None:
+            self.fleet = ElasticFleet(
+                scenario.elasticity,
+                scenario.names,
+                self._agenda,
+                self._records,
+                self._workers,
+                self._start,
+                self._stop,
+            )
 
     def run(self, progress: Callable[[int], None] | None = None) -> Figures:
         """Let time pass; ``progress`` is told now and then how many requests have ended."""
         begun = time.process_time()
         rng = random.Random(self._scenario.seed)  # noqa: S311
         for name in self._scenario.names:
-            self._agenda.at(rng.random() * HEARTBEAT, self._start, name, 1)
+            role = "prefill" if name.startswith("prefill") else "decode"
+            self._agenda.at(rng.random() * HEARTBEAT, self._start, name, 1, role)
         for router in self._routers.values():
             router.tick()
         for failure in self._scenario.failures:
             self._agenda.at(BEGIN + failure.at, self._fail, failure)
+        if self.fleet is not None:
+            self._agenda.at(BEGIN, self.fleet.tick)
         self._next_arrival()
         step = max(1, self._count // 100)
         told = 0
@@ -135,24 +153,30 @@ class Simulation:
             router.arrive(request)
         self._next_arrival()
 
-    def _start(self, name: str, incarnation: int) -> None:
-        peer, tally = Peer(name, incarnation), self._tallies[name]
+    def _start(self, name: str, incarnation: int, role: Role) -> None:
+        # One that has changed its role keeps its name, and what it does counts for each role by itself.
+        tallied = name if name.startswith(role) else f"{role}:{name}"
+        peer, tally = Peer(name, incarnation), self._tallies.setdefault(tallied, Tally())
         link = Link(self._scenario.link)
         worker: AnyWorker
-        if name.startswith("prefill"):
+        if role == "prefill":
             worker = PrefillWorker(peer, self._site, link, tally, self._computed)
         else:
             worker = DecodeWorker(peer, self._site, link, tally, self._hand_over, self._told_first, self._ended)
         self._workers[name] = worker
         worker.beat()
 
-    def _fail(self, failure: Failure) -> None:
-        worker = self._workers[failure.worker]
+    def _stop(self, name: str) -> None:
+        worker = self._workers[name]
         worker.die()
         for router in self._routers.values():
             self._agenda.after(self._scenario.latency, router.disconnected, worker.peer)
+
+    def _fail(self, failure: Failure) -> None:
+        worker = self._workers[failure.worker]
+        self._stop(failure.worker)
         if failure.back:
-            self._agenda.after(failure.back, self._start, failure.worker, worker.peer.incarnation + 1)
+            self._agenda.after(failure.back, self._start, failure.worker, worker.peer.incarnation + 1, worker.role)
 
     def _tell(self, sender: Peer, message: Message) -> None:
         for router in self._routers.values():
