@@ -52,11 +52,11 @@ def sensible(body: dict[str, Any], path: str, chance: int) -> dict[str, Any]:
     if path == "/tokenize":
         near.pop("messages", None)
         near["prompt"] = "the ferry"
-    if "tokens" in near:
+    if isinstance(near.get("tokens"), list):
         near["tokens"] = [token % 256 for token in near["tokens"]]
     if not path.startswith("/v1"):
         return near
-    if "messages" in near:
+    if isinstance(near.get("messages"), list):
         near["messages"] = [{"role": "user", "content": str(turn.get("content"))[:9]} for turn in near["messages"][:2]]
     else:
         near["prompt"] = [5, 6]
