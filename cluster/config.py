@@ -16,6 +16,7 @@ from cluster.slo_section import SLOSection
 from kv_transfer.choice import AUTO, GPUDIRECT_BY, MODES
 from kv_transfer.transport import GPUDIRECT, GpuDirect
 from protocol.errors import ConfigError
+from protocol.tracing.config import TracingConfig
 from protocol.wire_layout import WireDtype
 
 Setting = bool | int | float | str
@@ -310,6 +311,40 @@ class LoggingSection(msgspec.Struct, frozen=True, kw_only=True):
     level: LogLevel = "info"
 
 
+class TracingSection(msgspec.Struct, frozen=True, kw_only=True):
+    """Traces of requests, by OTLP over HTTP; what is not said is as OpenTelemetry's variables (OTEL_...) have it.
+
+    Attributes:
+        enabled: whether requests are traced.
+        endpoint: URL of a receiver of OTLP over HTTP, with or without its /v1/traces; null takes
+            OTEL_EXPORTER_OTLP_ENDPOINT, or port 4318 of each process's machine.
+        sample_ratio: of requests that bring no trace of their own, the share that is traced; null takes
+            OTEL_TRACES_SAMPLER, or all.
+        service_name: the processes' service.name is this and their role, such as kvferry-router; null takes
+            OTEL_SERVICE_NAME, or "kvferry" and the role.
+        prompts: put the prompts' text into spans.
+    """
+
+    enabled: bool = False
+    endpoint: str | None = None
+    sample_ratio: float | None = None
+    service_name: str | None = None
+    prompts: bool = False
+
+    def __post_init__(self) -> None:
+        self.config()
+
+    def config(self) -> TracingConfig | None:
+        """What a process is told; None where nothing is traced."""
+        told = TracingConfig(
+            endpoint=self.endpoint or "",
+            sample_ratio=self.sample_ratio,
+            service_name=self.service_name or "",
+            prompts=self.prompts,
+        )
+        return told if self.enabled else None
+
+
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One cluster.
 
@@ -319,7 +354,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
         served_name: what clients call the model; None takes the last part of ``model``.
         engine: settings shared by every worker.
         prefill, decode: the workers of each role.
-        router, transfer, scale, ray, logging: see there.
+        router, transfer, scale, ray, logging, tracing: see there.
 
     Raises:
         ConfigError: names the field and the value.
@@ -336,6 +371,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     scale: ScaleSection = ScaleSection()
     ray: RaySection = RaySection()
     logging: LoggingSection = LoggingSection()
+    tracing: TracingSection = TracingSection()
 
     def __post_init__(self) -> None:
         _check(

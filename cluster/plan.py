@@ -154,6 +154,7 @@ def router_config(order: ActorOrder, model: Path, host: str) -> RouterConfig:
         "slo": _slo(config.router.slo),
         "secret": order.secret,
         "incarnation": order.incarnation,
+        "tracing": config.tracing.config(),
     }
     with _at("router"):
         return RouterConfig(**_with_limits("router.limits", RouterConfig, given, config.router.limits))
@@ -223,6 +224,7 @@ def _worker(order: ActorOrder, model: Path, host: str) -> dict[str, Any]:
         "secret": order.secret,
         "incarnation": order.incarnation,
         "gpudirect": order.config.transfer.gpudirect,
+        "tracing": order.config.tracing.config(),
     }
 
 

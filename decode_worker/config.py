@@ -10,6 +10,7 @@ from engine.config import EngineConfig
 from kv_transfer.choice import AUTO, MODES
 from kv_transfer.transport import GPUDIRECT, GpuDirect, TransportConfig
 from protocol.errors import ConfigError
+from protocol.tracing.config import TracingConfig
 from protocol.wire_layout import WIRE_DTYPES, WireDtype
 
 
@@ -42,6 +43,7 @@ class DecodeConfig:
         step_tokens: tokens at most of a step that also computes prompts: those of the running sequences, and as many of
             prompts as are left. None takes the engine's ``max_batch_tokens``. Fewer keep the others' tokens closer
             together, and prompts waiting.
+        tracing: how its part of traced requests is exported; None exports nothing.
 
     Raises:
         ConfigError: names the field and the value.
@@ -66,6 +68,7 @@ class DecodeConfig:
     speculation: Speculation | None = None
     local_prefill: bool = True
     step_tokens: int | None = None
+    tracing: TracingConfig | None = None
 
     def __post_init__(self) -> None:
         for name, valid, wanted in (

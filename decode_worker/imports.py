@@ -31,6 +31,7 @@ from protocol.ids import Peer, RequestKey, new_ticket
 from protocol.messages import ErrorInfo, Handover, Message, PrefillAddress, Refuse, Renew
 from protocol.transfer_counts import Outcome
 from protocol.wire_layout import WireLayout
+from protocol.worker_watch import WorkerWatch
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class Imports:
             end of prefill's last chunk to now.
         failed: called when an import ended badly.
         freed: called when blocks of a failed import came free.
+        watch: sees what goes by; nobody does by default.
 
     Attributes:
         kv_blocks, kv_bytes, kv_seconds: landed so far.
@@ -65,6 +67,7 @@ class Imports:
         commit: Callable[[RequestKey, Handover, float], None],
         failed: Callable[[RequestKey, ErrorInfo], None],
         freed: Callable[[], None],
+        watch: WorkerWatch | None = None,
     ) -> None:
         self.book = ImportBook()
         self.tally = Tally()
@@ -79,6 +82,7 @@ class Imports:
         self._commit = commit
         self._failed = failed
         self._freed = freed
+        self._watch = watch or WorkerWatch()
         self._handed_over: dict[RequestKey, float] = {}
         self._peers: dict[str, Peer] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -132,6 +136,7 @@ class Imports:
     def receive(self, sender: Peer, message: Message) -> None:
         """A message of a prefill worker; what a prefill worker does not send changes nothing."""
         now = time.monotonic()
+        self._watch.received(sender, message)
         match message:
             case Handover():
                 if self.book.is_open(message.key):
@@ -147,6 +152,7 @@ class Imports:
     def tick(self) -> None:
         """Renew leases, and let what is due expire."""
         self._carry_out(self.book.tick(time.monotonic()), "expired")
+        self._watch.tick()
 
     async def close(self) -> None:
         """Close the receiver; not a byte of the pool changes after this."""
@@ -166,6 +172,7 @@ class Imports:
                     window = Window(ticket, blocks, generations, self._wire.block_bytes, sender=str(sender))
                     self._receiver.open(window, self._landed, self._broken)
                 case Send(peer, message, endpoint):
+                    self._watch.sent(peer, message)
                     self._send(PrefillAddress(peer=peer, endpoint=endpoint), message)
                 case CloseWindow(_, ticket):
                     self._spawn(self._close_window(ticket))

@@ -15,6 +15,7 @@ from protocol.forks import ForkBook
 from protocol.ids import Peer
 from protocol.messages import Message, StageTimes
 from protocol.prompt_logprobs import PromptLogprobs
+from protocol.worker_watch import WorkerWatch
 
 
 class LocalPrefill:
@@ -25,6 +26,7 @@ class LocalPrefill:
         forks: who is wanted.
         send: sends a message to a router.
         fork: makes sequences of the forks of one that has begun to run, from their first tokens.
+        watch: sees how far prompts get.
 
     Attributes:
         tokens: of prompts, computed here so far.
@@ -36,12 +38,14 @@ class LocalPrefill:
         forks: ForkBook,
         send: Callable[[Peer, Message], object],
         fork: Callable[[Sequence, tuple[int, ...], StageTimes], None],
+        watch: WorkerWatch,
     ) -> None:
         self.tokens = 0
         self._scheduler = scheduler
         self._forks = forks
         self._send = send
         self._fork = fork
+        self._watch = watch
         self._first_tokens = FirstTokens(forks, send)
 
     def advance(self, computed: Computed, now: float) -> None:
@@ -50,6 +54,7 @@ class LocalPrefill:
         self.tokens += computed.tokens
         prompt = sequence.prompt
         assert prompt is not None, "it is being computed"
+        self._watch.computed(prompt.key, prompt.computed)
         for start, table in prompt.take_tables():
             self._send(prompt.router, PromptLogprobs(key=prompt.key, start=start, table=table))
         if draw is None:

@@ -30,6 +30,7 @@ from decode_worker.sequence import Sequence, SequenceState
 from decode_worker.speculator import Speculator
 from decode_worker.step import chunks_of
 from decode_worker.swaps import PATIENCE, Swaps
+from decode_worker.trace import watch
 from engine.block_pool import BlockPool
 from engine.pool_watch import PoolWatch
 from engine.step_watch import StepWatch
@@ -123,6 +124,7 @@ class DecodeWorker:
             speculator=self._speculator,
             step_tokens=self.config.step_tokens or settings.max_batch_tokens,
         )
+        self._trace = await resources.enter_async_context(watch(self.config.tracing, self.me, self._scheduler.keys))
         context = zmq.asyncio.Context()
         resources.callback(context.term)
         wire, config = WireLayout(runner.layout, self.config.wire_dtype), self.config.transfer(str(self.me))
@@ -132,7 +134,7 @@ class DecodeWorker:
         self._peers = PrefillPeers(
             context,
             self.me,
-            receive=self._from_prefill,
+            receive=lambda sender, message: self._imports.receive(sender, message),
             refused=lambda error: logger.warning("of a prefill worker: %s", error),
             keys=keys,
         )
@@ -146,6 +148,7 @@ class DecodeWorker:
             commit=self._commit,
             failed=self._import_failed,
             freed=self._wake.set,
+            watch=self._trace,
         )
         resources.push_async_callback(self._imports.close)
         self.profile = WorkerProfile(
@@ -170,11 +173,12 @@ class DecodeWorker:
             on_router_lost=self._router_lost,
             publisher=self.pool.publisher(),
             keys=keys,
+            watch=self._trace,
         )
         resources.push_async_callback(self._link.close)
         self._leaver = Leaver(self.config.name, self._idle, self._hand_back, self._link.announce)
         self._outbox = Outbox(self._link.send)
-        self._local_prefill = LocalPrefill(self._scheduler, self._forks, self._link.send, self._fork)
+        self._local_prefill = LocalPrefill(self._scheduler, self._forks, self._link.send, self._fork, self._trace)
         self._link.start()
         self._loops.watch(*self._link.tasks, self._peers.broken, self._leaver.left)
         resources.push_async_callback(self._loops.stop)
@@ -220,9 +224,6 @@ class DecodeWorker:
                 self._drop(message.key)
             case _:
                 logger.warning("router %s sent a %s to a decode worker", router, type(message).__name__)
-
-    def _from_prefill(self, sender: Peer, message: Message) -> None:
-        self._imports.receive(sender, message)
 
     def _accept(self, router: Peer, request: Reserve | Prefill) -> None:
         if self._scheduler.find(request.key) is not None or self._imports.book.has_ended(request.key, time.monotonic()):

@@ -8,6 +8,7 @@ from engine.config import EngineConfig
 from kv_transfer.choice import AUTO, MODES
 from kv_transfer.transport import GPUDIRECT, GpuDirect
 from protocol.errors import ConfigError
+from protocol.tracing.config import TracingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,7 @@ class PrefillConfig:
         max_waiting: prompts in the queue before new ones are refused.
         wedged_after: seconds without the end of a step, though there is work, after which the worker ends, to be
             started again. A router gives it up before that.
+        tracing: how its part of traced requests is exported; None exports nothing.
 
     Raises:
         ConfigError: names the field and the value.
@@ -55,6 +57,7 @@ class PrefillConfig:
     staging_bytes: int = 64 << 20
     max_waiting: int = 1024
     wedged_after: float = 60.0
+    tracing: TracingConfig | None = None
 
     def __post_init__(self) -> None:
         for name, valid, wanted in (

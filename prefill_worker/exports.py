@@ -34,6 +34,7 @@ from protocol.ids import Peer, RequestKey
 from protocol.layout import KVLayout
 from protocol.messages import Abort, ErrorInfo, Grant, Message, Prefill, Renew, Settle
 from protocol.transfer_counts import Outcome
+from protocol.worker_watch import WorkerWatch
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class Exports:
         closed: tells the worker that a lease has given back its blocks.
         transport: settings of the transports.
         staging_bytes: memory in which blocks are made that cannot go straight from the pool.
+        watch: sees what goes by; nobody does by default.
 
     Attributes:
         kv_blocks, kv_bytes, kv_seconds: shipped and acknowledged so far.
@@ -82,6 +84,7 @@ class Exports:
         closed: Callable[[RequestKey], None],
         transport: TransportConfig,
         staging_bytes: int,
+        watch: WorkerWatch | None = None,
     ) -> None:
         self.book = LeaseBook()
         self.tally = Tally()
@@ -95,6 +98,7 @@ class Exports:
         self._send = send
         self._failed = failed
         self._closed = closed
+        self._watch = watch or WorkerWatch()
         self._readers: dict[str, Peer] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -154,6 +158,7 @@ class Exports:
     def receive(self, sender: Peer, message: Message) -> None:
         """A message of a decode worker; what a decode worker does not send changes nothing."""
         now = time.monotonic()
+        self._watch.received(sender, message)
         match message:
             case Grant():
                 instructions = self.book.grant(sender, message, now)
@@ -171,6 +176,7 @@ class Exports:
     def tick(self) -> None:
         """Let what is due expire."""
         self._carry_out(self.book.tick(time.monotonic()), "expired")
+        self._watch.tick()
 
     async def close(self) -> None:
         """Stop every ship and the transports under them."""
@@ -192,6 +198,7 @@ class Exports:
                 case Ship():
                     self._spawn(self._ship(instruction))
                 case Send(peer, message):
+                    self._watch.sent(peer, message)
                     self._send(peer, message)
                 case StopShips(_, ticket):
                     self._spawn(self._shipping.abort(ticket))
@@ -234,6 +241,7 @@ class Exports:
         self.kv_bytes += report.nbytes
         self.kv_seconds += report.seconds
         self.tally.shipped(order.key, scheme_of(address), report)
+        self._watch.shipped(order.key, scheme_of(address), report.nbytes, report.seconds)
         self._carry_out(
             self.book.shipped(
                 order.key,

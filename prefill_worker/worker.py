@@ -30,6 +30,7 @@ from prefill_worker.exports import Exports
 from prefill_worker.refusal import refusal
 from prefill_worker.ring import Ring
 from prefill_worker.scheduler import PrefillScheduler
+from prefill_worker.trace import watch
 from protocol.curve import CurveKeys
 from protocol.departure import Leaver
 from protocol.errors import KVFerryError, Overloaded, Preempted, ProtocolError, WorkerDraining
@@ -90,8 +91,8 @@ class PrefillWorker:
         resources.callback(self._stepper.close)
         if progress is not None:
             progress("sockets", 0.0)
-        runner = self._stepper.runner
-        settings = runner.config
+        runner, settings = self._stepper.runner, self._stepper.runner.config
+        self._trace = await resources.enter_async_context(watch(self.config.tracing, self.me, lambda: self._routers))
         self._max_model_len = runner.max_model_len
         self._vocab_size = runner.vocab_size
         self.pool = BlockPool(runner.num_blocks, settings.block_size, prefix_cache=settings.prefix_cache)
@@ -125,6 +126,7 @@ class PrefillWorker:
                 name=str(self.me),
             ),
             staging_bytes=self.config.staging_bytes,
+            watch=self._trace,
         )
         resources.push_async_callback(self._exports.close)
         self.profile = WorkerProfile(
@@ -148,6 +150,7 @@ class PrefillWorker:
             on_router_lost=self._router_lost,
             publisher=self.pool.publisher(),
             keys=keys,
+            watch=self._trace,
         )
         resources.push_async_callback(self._link.close)
         self._leaver = Leaver(self.config.name, self._idle, self._hand_back, self._link.announce)
@@ -352,6 +355,7 @@ class PrefillWorker:
                 continue
             self._prefill_tokens += sum(work.stop - work.start for work in step)
             for progress in self._scheduler.complete_step(draws):
+                self._trace.computed(progress.prompt.key, progress.prompt.computed)
                 self._advance(progress, told=progress.prompt.key in early)
 
     def _shipped_by_layers(self, step: Sequence[Work]) -> dict[RequestKey, tuple[int, ...]]:

@@ -45,6 +45,8 @@ Generations = Annotated[
 ]
 Seniority = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
 Salt = Annotated[str, msgspec.Meta(max_length=MAX_SALT)]
+TraceParent = Annotated[str, msgspec.Meta(max_length=55)]
+"""A span to go on from, as W3C's Trace Context writes it (version 00); "" where nothing is traced."""
 
 
 class WorkerProfile(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,6 +107,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
         decode_turns: sequences that took part in decode steps, counted at each step.
         draft_tokens, accepted_tokens: guessed ahead of the model, and found right by it (decode).
         step_gaps: seconds from the end of a step to the begin of the next, while there was work.
+        spans_exported, spans_dropped: of traces, that a collector has taken, and that were lost.
     """
 
     pool: PoolCounts
@@ -136,6 +139,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     step_fixed: Seconds = 0.0
     step_per_token: Seconds = 0.0
     step_gaps: Histogram = Histogram()
+    spans_exported: Count = 0
+    spans_dropped: Count = 0
 
     def __post_init__(self) -> None:
         if not self.step_gaps.fits(SECONDS):
@@ -182,6 +187,7 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
         prompt_logprobs_from: index of the first prompt token of which none is known yet; token 0 has none.
         forks: further continuations of the prompt, drawn and handed over with this one.
         seniority: seconds that the request counts as having waited, its priority included; the highest goes first.
+        traceparent: the attempt's span.
     """
 
     key: RequestKey
@@ -195,6 +201,7 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
     prompt_logprobs_from: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)] = 1
     forks: Forks = ()
     seniority: Seniority = 0.0
+    traceparent: TraceParent = ""
 
 
 class Reserve(msgspec.Struct, frozen=True, kw_only=True, tag="reserve"):
@@ -213,6 +220,7 @@ class Reserve(msgspec.Struct, frozen=True, kw_only=True, tag="reserve"):
     forks: Forks = ()
     seniority: Seniority = 0.0
     prefill_rate: Annotated[float, msgspec.Meta(ge=0.0, le=1e15)] = 0.0
+    traceparent: TraceParent = ""
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):

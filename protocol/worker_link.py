@@ -25,6 +25,7 @@ from protocol.kv_publisher import KVPublisher
 from protocol.loops import Loops
 from protocol.messages import Heartbeat, Message
 from protocol.sockets import Spoke
+from protocol.worker_watch import WorkerWatch
 
 HEARTBEAT_INTERVAL = 0.5
 """Seconds between two heartbeats of a worker."""
@@ -46,6 +47,7 @@ class WorkerLink:
         on_router_lost: called with the former incarnation of a router that started again.
         publisher: of the worker's prefix cache.
         keys: that every router must have; None serves any.
+        watch: sees what goes by; nobody does by default.
     """
 
     def __init__(
@@ -59,12 +61,14 @@ class WorkerLink:
         on_router_lost: Callable[[Peer], None],
         publisher: KVPublisher,
         keys: CurveKeys | None = None,
+        watch: WorkerWatch | None = None,
     ) -> None:
         self._spokes = [Spoke(context, me, endpoint, keys=keys, watched=True) for endpoint in routers]
         self._heartbeat = heartbeat
         self._on_message = on_message
         self._on_router_lost = on_router_lost
         self._publisher = publisher
+        self._watch = watch or WorkerWatch()
         self._peers: dict[Peer, Spoke] = {}
         self._loops = Loops()
         self.malformed_frames = 0
@@ -85,6 +89,7 @@ class WorkerLink:
     def send(self, router: Peer, message: Message) -> bool:
         """Send to the router that asked; False when that life of it is over or it is too far behind."""
         spoke = self._peers.get(router)
+        self._watch.sent(router, message)
         return spoke is not None and spoke.send(message)
 
     def announce(self) -> None:
@@ -96,7 +101,8 @@ class WorkerLink:
     def _sign_of_life(self) -> Heartbeat:
         # What has changed goes first, so that the number in the heartbeat is that of the last events sent.
         self._tell_changes()
-        return msgspec.structs.replace(self._heartbeat(), kv_sequence=self._publisher.sequence)
+        beat = self._heartbeat()
+        return msgspec.structs.replace(beat, load=self._watch.told(beat.load), kv_sequence=self._publisher.sequence)
 
     def _tell_changes(self) -> None:
         followers = self._publisher.followers(time.monotonic())
@@ -153,6 +159,7 @@ class WorkerLink:
                 for page in self._publisher.follow(spoke.endpoint, envelope.body, time.monotonic()):
                     spoke.send(page)
                 continue
+            self._watch.received(envelope.sender, envelope.body)
             self._on_message(envelope.sender, envelope.body)
 
     def _learn(self, router: Peer, spoke: Spoke) -> None:

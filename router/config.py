@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 
 from protocol.errors import ConfigError
+from protocol.tracing.config import TracingConfig
 from router.local_prefill import LOCAL_PREFILLS, LocalPrefill
 from router.policy import POLICIES
 from router.sampling_defaults import GENERATION_CONFIGS, GenerationConfig
@@ -59,6 +60,7 @@ class RouterConfig:
         secret: what every worker must know; "" hears everybody.
         incarnation: of this life of the name, higher than that of the life before; 0 takes the clock.
         public: listen on an address that is not this machine's own though there are no keys.
+        tracing: how requests are traced; None traces none.
 
     Raises:
         ConfigError: a value is outside its range; names the field and the value.
@@ -102,6 +104,7 @@ class RouterConfig:
     slo: SLOConfig = dataclasses.field(default_factory=SLOConfig)
     secret: str = dataclasses.field(default="", repr=False)
     incarnation: int = 0
+    tracing: TracingConfig | None = None
 
     def __post_init__(self) -> None:
         for field in ("model", "tokenizer", "host"):

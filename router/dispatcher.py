@@ -285,10 +285,10 @@ class Dispatcher:
 
     def _perform(self, live: LiveRequest, instruction: Instruction, now: float) -> None:
         machine, name = live.machine, live.generation.name
-        match instruction:
-            case Emit():
+        match live.seen(instruction, now):
+            case Emit() as instruction:
                 self._emit(live, instruction, now)
-            case NeedPlacement():
+            case NeedPlacement() as instruction:
                 if machine.state is RequestState.QUEUED:
                     self._place([live], instruction, now)
             case SendReserve(peer, message) | SendPrefill(peer, message):
@@ -372,7 +372,7 @@ class Dispatcher:
             metrics.reached(emit.stage, report, first=not live.answered)
             if emit.stage is Stage.PREFILLED and live.decision is not None:
                 self._desk.stirred = True
-                metrics.ttft_error.observe(self._placer.first_token(live.decision, now))
+                metrics.foretold(live.decision, self._placer.first_token(live.decision, now))
             live.answered = True
             self._credit(live.placement, emit.stage, now)
         live.mailbox.put(emit.token_ids, emit.finish_reason, report, emit.logprobs, emit.prompt_logprobs)

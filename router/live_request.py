@@ -12,7 +12,7 @@ from typing import Any
 from protocol.ids import Peer, new_request_id
 from router.explanations import Decision
 from router.front.generation import Generation
-from router.instructions import NeedPlacement
+from router.instructions import Instruction, NeedPlacement
 from router.mailbox import Mailbox
 from router.policy import Demand, Placement
 from router.prompt_chain import PromptChains
@@ -54,6 +54,13 @@ class LiveRequest:
         """
         machine = RequestMachine(new_request_id(), generation, limits)
         return cls(machine, generation, PromptChains(generation.token_ids, generation.cache_salt))
+
+    def seen(self, instruction: Instruction, now: float) -> Instruction:
+        """What the machine asks for, once its trace has seen it; what opens an attempt carries its span."""
+        trace, machine = self.generation.trace, self.machine
+        if trace is None:
+            return instruction
+        return trace.seen(machine.key, machine.timeline, self.decision, instruction, now)
 
     def demand(
         self,

@@ -11,11 +11,13 @@ from prometheus_client.registry import Collector
 from protocol.histogram import SECONDS
 from router.block_index import BlockIndex
 from router.breaker import BreakerState, BreakerView
+from router.explanations import Decision
 from router.front.generation import GenerationReport
 from router.instructions import Stage
 from router.kv_feed import KVFeeds
 from router.registry import Worker
 from router.slo.metrics import AdmissionMetrics
+from router.span_metrics import OwnSpans, SpanCollector
 from router.timeline import Timeline
 from router.transfer_metrics import buckets, transfer_metrics
 
@@ -170,6 +172,7 @@ class RouterMetrics:
         index: of the workers' prefix caches.
         feeds: that keep it.
         breaker: shows a worker's.
+        spans: gives what the router has counted of its own; None where it exports none.
     """
 
     def __init__(
@@ -179,6 +182,7 @@ class RouterMetrics:
         index: BlockIndex,
         feeds: KVFeeds,
         breaker: Callable[[Worker], BreakerView] = lambda _: BreakerView(),
+        spans: Callable[[], OwnSpans | None] = lambda: None,
     ) -> None:
         registry = CollectorRegistry()
         registry.register(WorkerCollector(workers, breaker))
@@ -224,12 +228,28 @@ class RouterMetrics:
         size = Gauge("kvferry_index_bytes", "Memory of the index of blocks.", registry=registry)
         size.set_function(lambda: index.nbytes)
         registry.register(_Resyncs(feeds))
+        registry.register(SpanCollector(workers, spans))
         self.admission = AdmissionMetrics(registry)
         self.ttft = Histogram("kvferry_ttft_seconds", "Arrival to first token.", buckets=_LATENCY, registry=registry)
         self.ttft_error = Histogram(
             "kvferry_ttft_prediction_error_seconds",
             "How far a predicted time from placement to first token was off.",
+            ("policy",),
             buckets=_SHORT,
+            registry=registry,
+        )
+        self.ttft_predicted = Histogram(
+            "kvferry_ttft_predicted_seconds",
+            "Placement to first token, as predicted of attempts that came so far.",
+            ("policy",),
+            buckets=_LATENCY,
+            registry=registry,
+        )
+        self.ttft_measured = Histogram(
+            "kvferry_ttft_measured_seconds",
+            "Placement to first token of the same attempts, as measured.",
+            ("policy",),
+            buckets=_LATENCY,
             registry=registry,
         )
         self.tpot = Histogram(
@@ -260,6 +280,13 @@ class RouterMetrics:
         if first:
             self.ttft.observe(report.ttft_s)
             self.queue.observe(report.queue_s)
+
+    def foretold(self, decision: Decision, error: float) -> None:
+        """The first token of an attempt came, ``error`` seconds from when that was predicted."""
+        self.ttft_error.labels(decision.policy).observe(error)
+        self.ttft_predicted.labels(decision.policy).observe(decision.predicted_ttft)
+        if decision.measured_ttft is not None:
+            self.ttft_measured.labels(decision.policy).observe(decision.measured_ttft)
 
     def paced(self, timeline: Timeline, emitted: int, now: float) -> None:
         """Take in the pace of a request whose last token came at ``now``."""

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import Generator
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -22,8 +23,13 @@ from router.front.keys import Gatekeeper, check_classes, read_keys
 from router.http_protocol import BoundedHttpProtocol
 from router.sampling_defaults import SamplingDefaults
 from router.service import Service
+from router.span_metrics import OwnSpans
 from router.tls import server_context
 from router.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from protocol.tracing.tracer import Tracer
+    from router.request_trace import RequestTraces
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +60,8 @@ class RouterServer:
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
-        self._service = Service(config)
+        self._service = Service(config, self._own_spans)
+        self._tracer: Tracer | None = None
         self._front: Front | None = None
         self._server: uvicorn.Server | None = None
         self._task: asyncio.Task[None] | None = None
@@ -85,7 +92,7 @@ class RouterServer:
             StartFailed: an address cannot be bound; names it.
             CheckpointUnavailable: the tokenizer cannot be read.
             ModelError: its chat template does not compile, or the model's sampling defaults cannot be used.
-            ConfigError: the file of API keys, or those of TLS, cannot be.
+            ConfigError: the file of API keys, or those of TLS, cannot be, or traces cannot be exported so.
         """
         tls = server_context(self._config.tls_certificate, self._config.tls_key)
         tokenizer = await asyncio.to_thread(Tokenizer, self._config.tokenizer)
@@ -96,8 +103,9 @@ class RouterServer:
         listener = self._bind()
         try:
             await self._service.start()
+            traces = await self._begin_traces()
             config = FrontConfig(tool_format=self._config.tool_format, slo=self._config.slo)
-            self._front = Front(self._service, tokenizer, config, Gatekeeper(keys), defaults)
+            self._front = Front(self._service, tokenizer, config, Gatekeeper(keys), defaults, traces)
             self._server = _SignalFreeServer(
                 uvicorn.Config(
                     self._front,
@@ -163,7 +171,22 @@ class RouterServer:
         if self._front is not None:
             await self._front.close()
         await self._service.close()
+        if self._tracer is not None:
+            await self._tracer.close()
         self._stopped.set()
+
+    async def _begin_traces(self) -> RequestTraces | None:
+        config = self._config
+        if config.tracing is None:
+            return None
+        from router.request_trace import RequestTraces
+
+        self._tracer = await asyncio.to_thread(config.tracing.open, "router", config.name)
+        return RequestTraces(self._tracer, config.model)
+
+    def _own_spans(self) -> OwnSpans | None:
+        tracer = self._tracer
+        return None if tracer is None else OwnSpans(self._config.name, tracer.exported, tracer.dropped)
 
     def _bind(self) -> socket.socket:
         family = socket.AF_INET6 if ":" in self._config.host else socket.AF_INET

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any
 
@@ -34,6 +34,7 @@ from router.placer import Placer, PlacerConfig
 from router.registry import Worker, WorkerRegistry
 from router.request_limits import RequestLimits
 from router.slo.desk import Desk
+from router.span_metrics import OwnSpans
 
 _log = logging.getLogger(__name__)
 
@@ -53,9 +54,10 @@ class Service:
 
     Args:
         config: of this router.
+        spans: gives what the router has counted of its own spans; None where it exports none.
     """
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterConfig, spans: Callable[[], OwnSpans | None] = lambda: None) -> None:
         self._config = config
         self._registry = WorkerRegistry(config.worker_timeout, config.step_age_bound, config.forget_after)
         self._breakers = Breakers(
@@ -77,6 +79,7 @@ class Service:
             self._placer.index,
             self._placer.feeds,
             lambda worker: self._breakers.view(worker.peer),
+            spans,
         )
         self._dispatcher = Dispatcher(
             model=config.model,

@@ -26,6 +26,8 @@ COUNTERS = (
     "decode_turns",
     "draft_tokens",
     "accepted_tokens",
+    "spans_exported",
+    "spans_dropped",
 )
 """The fields of ``WorkerLoad`` that only grow."""
 

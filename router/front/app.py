@@ -9,9 +9,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -37,6 +37,9 @@ from router.front.token_desk import TokenDesk
 from router.sampling_defaults import SamplingDefaults
 from router.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from router.request_trace import RequestTrace, RequestTraces
+
 log = logging.getLogger(__name__)
 
 Handler = Callable[[Exchange, str], Awaitable[None]]
@@ -58,6 +61,7 @@ class Front:
         config: bounds on what clients may send.
         gatekeeper: knows who may ask; by default everybody.
         defaults: of sampling fields that requests leave out; neutral ones by default.
+        traces: of the requests; None makes none.
     """
 
     def __init__(
@@ -67,12 +71,14 @@ class Front:
         config: FrontConfig | None = None,
         gatekeeper: Gatekeeper | None = None,
         defaults: SamplingDefaults | None = None,
+        traces: RequestTraces | None = None,
     ) -> None:
         self._service = service
         self._gatekeeper = gatekeeper or Gatekeeper()
         self._tokenizer = tokenizer
         self._config = config or FrontConfig()
         self._defaults = defaults or SamplingDefaults()
+        self._traces = traces
         self._created = int(time.time())
         self._version = version("kvferry")
         self._document = document(self._version)
@@ -139,8 +145,9 @@ class Front:
     async def _generate(
         self, exchange: Exchange, shape: Shape, parse: Callable[[bytes], R], plan: Callable[[Planner, R], Plan]
     ) -> None:
-        with self._entered(exchange):
-            await self._generate_for(exchange, shape, parse, plan)
+        traced = nullcontext() if self._traces is None else self._traces.of(exchange)
+        with traced as trace, self._entered(exchange):
+            await self._generate_for(exchange, shape, parse, plan, trace)
 
     @contextmanager
     def _entered(self, exchange: Exchange) -> Iterator[None]:
@@ -164,7 +171,12 @@ class Front:
             await exchange.respond(200, told)
 
     async def _generate_for(
-        self, exchange: Exchange, shape: Shape, parse: Callable[[bytes], R], plan: Callable[[Planner, R], Plan]
+        self,
+        exchange: Exchange,
+        shape: Shape,
+        parse: Callable[[bytes], R],
+        plan: Callable[[Planner, R], Plan],
+        trace: RequestTrace | None,
     ) -> None:
         body = await exchange.read_body(self._config.max_body_bytes)
         planner = Planner(self._tokenizer, self._config, self._max_model_len(), self._defaults)
@@ -172,12 +184,17 @@ class Front:
         def prepare() -> Plan:
             request = parse(body)
             self._check_model(request.model)
+            if trace is not None:
+                trace.asked(request)
             header = exchange.header(standing.HEADER)
             found = standing.standing_of(self._config.slo, request, header, exchange.holder)
             return plan(planner, request).ranked(found)
 
         async def work() -> None:
+            begun = time.monotonic()
             ready = prepare() if len(body) < LONG_BODY_BYTES else await asyncio.to_thread(prepare)
+            if trace is not None:
+                ready = trace.planned(ready, begun)
             for form in ready.forms:
                 await self._inspector.check(form.grammar, form.field)
             ready = ready.named(exchange.request_id)

@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from protocol.prompt_logprobs import LogprobTable
 from protocol.sampling import FinishReason, SamplingParams, TokenLogprobs
+
+if TYPE_CHECKING:
+    from router.request_trace import ChoiceTrace
 
 EndReason = FinishReason | Literal["tool_calls"]
 """Why an answer ended, as clients are told."""
@@ -31,6 +34,7 @@ class Generation:
         ttft_target: seconds within which the first token is worth having; None takes the service's default.
         session: whose requests go together, where the policy heeds it; "" when that is not known.
         name: of the client's request, by which it is explained; "" takes the service's own id.
+        trace: sees what becomes of it; None where nobody will.
         slo_class: that it is served by; "" takes the default one.
         tenant: out of whose share it comes, while others wait too; "" is one of them.
         weight: of that share.
@@ -45,6 +49,7 @@ class Generation:
     ttft_target: float | None = None
     session: str = ""
     name: str = field(default="", compare=False)
+    trace: ChoiceTrace | None = field(default=None, compare=False)
     slo_class: str = ""
     tenant: str = ""
     weight: float = 1.0

@@ -158,10 +158,11 @@ def test_the_compose_file_mounts_what_is_there_and_pins_what_it_runs() -> None:
     for service in compose["services"].values():
         assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+\.\d+", service["image"])
         assert service["healthcheck"]["test"][0] == "CMD"
-        for volume in service["volumes"]:
+        for volume in service.get("volumes", ()):
             source = volume.split(":")[0]
             assert (MONITORING / source).exists() if source.startswith(".") else source in compose["volumes"]
-    mounted = [volume.split(":")[1] for service in compose["services"].values() for volume in service["volumes"]]
+    volumes = [volume for service in compose["services"].values() for volume in service.get("volumes", ())]
+    mounted = [volume.split(":")[1] for volume in volumes]
     (provider,) = yaml.safe_load((MONITORING / "grafana" / "provisioning" / "dashboards" / "kvferry.yaml").read_text())[
         "providers"
     ]
@@ -172,6 +173,14 @@ def test_the_compose_file_mounts_what_is_there_and_pins_what_it_runs() -> None:
     scraped = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
     assert all((MONITORING / file).exists() for file in scraped["rule_files"])
     assert [config["job_name"] for config in scraped["scrape_configs"]] == ["kvferry"]
+
+
+def test_grafana_finds_the_traces_where_only_this_machine_gets_to() -> None:
+    folder = MONITORING / "grafana" / "provisioning" / "datasources"
+    (source,) = yaml.safe_load((folder / "jaeger.yaml").read_text())["datasources"]
+    jaeger = yaml.safe_load((MONITORING / "compose.yaml").read_text())["services"]["jaeger"]
+    assert source["url"] == f"http://{jaeger['environment']['JAEGER_LISTEN_HOST']}:16686"
+    assert source["url"] in (ROOT / "docs" / "tracing.md").read_text()
 
 
 def test_each_alert_is_tried_where_it_fires_and_where_not() -> None:

@@ -16,6 +16,7 @@ from decode_worker.worker import DecodeWorker
 from engine.config import EngineConfig
 from prefill_worker.config import PrefillConfig
 from prefill_worker.worker import PrefillWorker
+from protocol.tracing.config import TracingConfig
 from router.config import RouterConfig
 from router.server import RouterServer
 
@@ -65,11 +66,17 @@ class Stage:
 
 @asynccontextmanager
 async def http_stage(
-    model: Path, tokenizer: Path | None = None, *, max_model_len: int | None = None
+    model: Path,
+    tokenizer: Path | None = None,
+    *,
+    max_model_len: int | None = None,
+    tracing: TracingConfig | None = None,
+    **router: Any,
 ) -> AsyncIterator[Stage]:
     """Bring it up, and check at the end that every pool went back to its baseline."""
     tokenizer = tokenizer or model
-    server = RouterServer(RouterConfig(model=MODEL, tokenizer=str(tokenizer), port=0, worker_timeout=15.0))
+    front: dict[str, Any] = {"port": 0, "worker_timeout": 15.0, "tracing": tracing, **router}
+    server = RouterServer(RouterConfig(model=MODEL, tokenizer=str(tokenizer), **front))
     await server.start()
     engine = EngineConfig(
         model=str(model),
@@ -80,9 +87,14 @@ async def http_stage(
         max_model_len=max_model_len,
         threads=1,
     )
-    hubs = (server.hub_endpoint,)
-    prefill = PrefillWorker(PrefillConfig(name="prefill-0", model_name=MODEL, engine=engine, routers=hubs))
-    decode = DecodeWorker(DecodeConfig(name="decode-0", model_name=MODEL, engine=engine, routers=hubs))
+    common: dict[str, Any] = {
+        "model_name": MODEL,
+        "engine": engine,
+        "routers": (server.hub_endpoint,),
+        "tracing": tracing,
+    }
+    prefill = PrefillWorker(PrefillConfig(name="prefill-0", **common))
+    decode = DecodeWorker(DecodeConfig(name="decode-0", **common))
     try:
         for worker in (prefill, decode):
             await worker.start()

@@ -165,6 +165,7 @@ _leg = {
     "lease_ttl": seconds,
     "cache_salt": st.text("salt", max_size=128),
     "seniority": seniorities,
+    "traceparent": st.text("0123456789abcdef-", max_size=55),
     "forks": st.lists(st.builds(Fork, keys, st.integers(0, (1 << 63) - 1)), max_size=4).map(tuple),
 }
 

@@ -8,14 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from worker_facts import worker
 
 from protocol.histogram import SECONDS, Observations
+from protocol.ids import Peer
 from protocol.transfer_counts import SCALES, PathCounts, TransferCounts
 from router.block_index import BlockIndex
+from router.explanations import Candidates, Decision
 from router.front.generation import GenerationReport
 from router.instructions import Stage
 from router.kv_feed import KVFeeds
@@ -72,8 +75,16 @@ def everything() -> tuple[Worker, Worker]:
     imports = TransferCounts(opened=4, ended={"settled": 4}, broken={"integrity_mismatch": 1})
     gaps = Observations(SECONDS)
     gaps.add(0.001)
-    decode = worker("d0", "decode", transfer=imports, step_gaps=gaps.histogram())
+    decode = worker("d0", "decode", transfer=imports, step_gaps=gaps.histogram(), spans_exported=3)
     return worker("p0", "prefill", transfer=leases), decode
+
+
+def decision() -> Decision:
+    candidates = Candidates((), np.zeros(0, np.int64), (), (np.zeros(0),))
+    predicted = {"predicted_ttft": 0.2, "predicted_tpot": None, "predicted_transfer": None, "measured_ttft": 0.3}
+    counts = dict.fromkeys(("attempt", "at", "prompt_tokens", "cached_tokens"), 0)
+    where = {"prefill": Peer("p0", 1), "decode": None, "prefill_candidates": candidates, "decode_candidates": None}
+    return Decision(request_id="r", policy="cost", local_prefill="", **counts, **predicted, **where)  # type: ignore[arg-type]
 
 
 def exported() -> dict[str, Metric]:
@@ -87,6 +98,7 @@ def exported() -> dict[str, Metric]:
     report = GenerationReport(request_id="r", attempts=1, transport="shm", **numbers, **names, **times)
     metrics.reached(Stage.TAKEN_OVER, report, first=True)
     metrics.reached(Stage.PREFILLED, replace(report, local_prefill="always"), first=False)
+    metrics.foretold(decision(), 0.1)
     metrics.admission.watch(("fast",), lambda _: 3)
     metrics.admission.admitted("fast", 0.25)
     metrics.admission.refused("fast", "target")

@@ -10,6 +10,7 @@ import pytest
 from front_stage import TEXT, ScriptedService, failing, serving_front
 from httpx import Client
 from scripted_workers import Fleet, fleet_at, greedy, until, whole_text
+from test_service import sample
 from worker_facts import MODEL
 
 from protocol.errors import TargetOutOfReach
@@ -74,3 +75,19 @@ def test_over_http_it_is_a_429_with_the_seconds(bpe_tokenizer: Tokenizer) -> Non
         assert answer.json()["error"]["code"] == "target_out_of_reach"
         assert service.generations[-1].ttft_target == 0.5
         assert http.post("/v1/completions", json={**TEXT, "ttft_target": 0}).status_code == 400
+
+
+@pytest.mark.parametrize("policy", ["cost", "round_robin"])
+async def test_what_was_predicted_and_what_was_measured_are_both_recorded(policy: str) -> None:
+    async with serving(policy=policy) as (service, _):
+        report = None
+        async for output in service.generate(Generation(PROMPT, greedy(4))):
+            report = output.report or report
+        assert report is not None
+        (told,) = service.explain(report.request_id)
+        predicted, measured = told["predicted"]["ttft_s"], told["measured"]["ttft_s"]
+        assert predicted > 100.0 > measured > 0.0, "its worker says that it is busy, and is not"
+        for name, seconds in (("predicted", predicted), ("measured", measured), ("error", predicted - measured)):
+            metric = "kvferry_ttft_prediction_error_seconds" if name == "error" else f"kvferry_ttft_{name}_seconds"
+            assert sample(service, f"{metric}_count", policy=policy) == 1
+            assert sample(service, f"{metric}_sum", policy=policy) == pytest.approx(seconds, abs=1e-4)

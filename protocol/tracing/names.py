@@ -1,0 +1,56 @@
+"""Names of the attributes of spans: OpenTelemetry's where it has one, else ``kvferry.``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+Value = str | bool | int | float | Sequence[str]
+"""Of an attribute."""
+Attributes = Mapping[str, Value]
+
+OPERATION: Final = "gen_ai.operation.name"
+PROVIDER: Final = "gen_ai.provider.name"
+REQUEST_MODEL: Final = "gen_ai.request.model"
+RESPONSE_MODEL: Final = "gen_ai.response.model"
+RESPONSE_ID: Final = "gen_ai.response.id"
+MAX_TOKENS: Final = "gen_ai.request.max_tokens"
+TEMPERATURE: Final = "gen_ai.request.temperature"
+TOP_P: Final = "gen_ai.request.top_p"
+TOP_K: Final = "gen_ai.request.top_k"
+SEED: Final = "gen_ai.request.seed"
+STREAM: Final = "gen_ai.request.stream"
+CHOICE_COUNT: Final = "gen_ai.request.choice.count"
+INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
+OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
+CACHED_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
+FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
+FIRST_CHUNK: Final = "gen_ai.response.time_to_first_chunk"
+INPUT_MESSAGES: Final = "gen_ai.input.messages"
+ERROR_TYPE: Final = "error.type"
+METHOD: Final = "http.request.method"
+ROUTE: Final = "http.route"
+STATUS_CODE: Final = "http.response.status_code"
+
+REQUEST_ID: Final = "kvferry.request_id"
+"""Of the client's request: its ``x-request-id``."""
+KEY: Final = "kvferry.key"
+"""Of a choice's attempt, as logs and messages have it."""
+ATTEMPT: Final = "kvferry.attempt"
+CHOICE: Final = "kvferry.choice"
+CANCELLED: Final = "kvferry.cancelled"
+PREFILL_WORKER: Final = "kvferry.prefill_worker"
+DECODE_WORKER: Final = "kvferry.decode_worker"
+WORKER: Final = "kvferry.worker"
+LOCAL_PREFILL: Final = "kvferry.local_prefill"
+POLICY: Final = "kvferry.policy"
+PREDICTED_TTFT: Final = "kvferry.predicted_ttft"
+PREDICTED_TPOT: Final = "kvferry.predicted_tpot"
+PREDICTED_CACHED: Final = "kvferry.predicted_cached_tokens"
+TRANSPORT: Final = "kvferry.kv.transport"
+KV_BLOCKS: Final = "kvferry.kv.blocks"
+KV_BYTES: Final = "kvferry.kv.bytes"
+KV_SECONDS: Final = "kvferry.kv.transport_seconds"
+CACHED_BLOCKS: Final = "kvferry.kv.cached_blocks"
+COMPUTED: Final = "kvferry.computed_tokens"
+SECONDS: Final = "kvferry.seconds"
