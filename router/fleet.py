@@ -53,6 +53,7 @@ _COLUMNS = (
     "slots",
     "empty",
     "claimed",
+    "paced",
 )
 
 
@@ -78,6 +79,7 @@ class Fleet:
         old_steps: of its steps, those before it came, or came back.
         slots: sequences that it steps side by side; infinite where that is not told.
         empty: tokens that its sequences have room for already.
+        paced: 1 where the worker has measured its steps, else 0.
         claimed: tokens of prompts and answers that this router has sent there since the last heartbeat.
         seeds: of draws, by the workers' names.
         newest: the last time at which one joined.
@@ -100,6 +102,7 @@ class Fleet:
     slots: Floats
     empty: Floats
     claimed: Floats
+    paced: Floats
 
     def __init__(self, model: str, slow_start: float = 0.0) -> None:
         self._model = model
@@ -262,6 +265,7 @@ class Fleet:
         self.block_size[row] = size
         self.slots[row] = profile.max_sequences or np.inf
         self.empty[row] = load.empty_slots
+        self.paced[row] = bool(load.step_fixed or load.step_per_token)
         link = load.kv_bytes / load.kv_seconds if load.kv_seconds > 0 and load.kv_bytes else LINK
         self.crossing[row] = profile.layout.block_bytes / size / link
         fixed, per_token = self._pace(worker, int(self.old_steps[row]))
