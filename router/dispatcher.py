@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import ParamSpec
 
 from protocol.errors import InvariantViolation, KVFerryError, NoWorkerAvailable, TargetOutOfReach
@@ -27,7 +27,7 @@ from protocol.messages import (
 )
 from router.breaker import Breakers
 from router.forks import check_alike, fold
-from router.front.generation import Generation, GenerationReport
+from router.front.generation import EndReason, Generation, GenerationReport
 from router.instructions import (
     Blame,
     Emit,
@@ -98,9 +98,9 @@ class Dispatcher:
         self._deadline = float("inf")
 
     @property
-    def live_requests(self) -> int:
-        """How many requests are under way."""
-        return len(self._live)
+    def live_requests(self) -> Collection[LiveRequest]:
+        """The requests that are under way."""
+        return self._live.values()
 
     @property
     def deadline(self) -> float:
@@ -156,12 +156,15 @@ class Dispatcher:
             self._metrics.prompt_tokens.inc(len(generation.token_ids))
         return fresh
 
-    def cancel(self, live: LiveRequest, now: float) -> None:
-        """The reader left; nothing happens when the request has ended."""
+    def cancel(self, live: LiveRequest, now: float, reason: EndReason | None = None) -> None:
+        """The reader left, or for a ``reason`` has all it wants; nothing happens when the request has ended."""
         if live.machine.ended:
             return
-        self._metrics.ended("cancelled", "request_cancelled")
-        self._metrics.paced(live.machine.timeline, live.machine.emitted, now)
+        if reason is None:
+            self._metrics.ended("cancelled", "request_cancelled")
+            self._metrics.paced(live.machine.timeline, live.machine.emitted, now)
+        else:
+            self._metrics.finished(reason, live.machine.timeline, live.machine.emitted, now)
         self._advance(live, live.machine.cancel(now), now)
 
     def abandon_all(self, error: KVFerryError, now: float) -> int:
@@ -378,9 +381,7 @@ class Dispatcher:
         live.mailbox.put(emit.token_ids, emit.finish_reason, report, emit.logprobs, emit.prompt_logprobs)
         metrics.output_tokens.inc(len(emit.token_ids))
         if emit.finish_reason is not None:
-            metrics.ended("finished", emit.finish_reason)
-            metrics.paced(machine.timeline, machine.emitted, now)
-            metrics.e2e.observe(now - machine.timeline.submitted)
+            metrics.finished(emit.finish_reason, machine.timeline, machine.emitted, now)
 
     def _note_deadline(self, live: LiveRequest) -> None:
         if not live.machine.ended:

@@ -12,7 +12,7 @@ from protocol.histogram import SECONDS
 from router.block_index import BlockIndex
 from router.breaker import BreakerState, BreakerView
 from router.explanations import Decision
-from router.front.generation import GenerationReport
+from router.front.generation import EndReason, GenerationReport
 from router.instructions import Stage
 from router.kv_feed import KVFeeds
 from router.registry import Worker
@@ -266,6 +266,12 @@ class RouterMetrics:
     def ended(self, outcome: str, code: str) -> None:
         """A request ended: ``finished`` with a finish reason, ``failed`` or ``cancelled`` with an error's code."""
         self.requests.labels(outcome, code).inc()
+
+    def finished(self, reason: EndReason, timeline: Timeline, emitted: int, now: float) -> None:
+        """A request ended as it should, after so many tokens, the last of them at ``now``."""
+        self.ended("finished", reason)
+        self.paced(timeline, emitted, now)
+        self.e2e.observe(now - timeline.submitted)
 
     def reached(self, stage: Stage, report: GenerationReport, *, first: bool) -> None:
         """A request's tokens came from a new stage; ``first`` with the first of all its tokens."""

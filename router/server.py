@@ -161,6 +161,8 @@ class RouterServer:
         """Take no new connection, let open answers go on for the grace, then end everything."""
         self._stopping = True
         task, self._task = self._task, None
+        if self._front is not None:
+            self._front.end_watching()
         if task is not None and self._server is not None:
             self._server.should_exit = True
             done, _ = await asyncio.wait({task}, timeout=self._config.stop_grace + STOP_MARGIN)

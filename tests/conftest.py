@@ -4,7 +4,8 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from groups import GroupScheduling, longest_first
 from namespaces import Lan
+from turns import turn
 from ucx_segments import settle
 from xdist.remote import Producer
 from xdist.workermanage import WorkerController
@@ -22,6 +24,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 SEED = "fault_seed"
+TURNS = "turns"
+TURNS_FOLDER = pytest.StashKey[str]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,6 +46,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=5,
         help="random requests of each kind to a whole router, by its own OpenAPI document (the long version: 2000)",
     )
+
+    group = parser.getgroup("status page")
+    group.addoption("--screenshots", default="", help="folder in which pictures of the status page are kept")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -71,11 +78,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: WorkerController) -> None:
     node.workerinput[SEED] = node.config.option.fault_seed
+    if TURNS_FOLDER not in node.config.stash:
+        node.config.stash[TURNS_FOLDER] = folder = tempfile.mkdtemp(prefix="kvferry-turns-")
+        node.config.add_cleanup(lambda: shutil.rmtree(folder))
+    node.workerinput[TURNS] = node.config.stash[TURNS_FOLDER]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupScheduling | None:
     return GroupScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """In a parallel run what is heavy waits for its turn; no time limit runs meanwhile."""
+    folder = getattr(item.config, "workerinput", {}).get(TURNS)
+    alone = item.get_closest_marker("serial") is not None
+    if folder is None or not (alone or item.get_closest_marker("slow")):
+        return (yield)
+    with turn(Path(folder), alone=alone):
+        return (yield)
 
 
 @pytest.fixture(scope="session")

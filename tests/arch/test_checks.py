@@ -37,10 +37,30 @@ def test_passes(number, request):
         print({name!r}, os.environ["PYTEST_XDIST_WORKER"], request.config.option.fault_seed, file=log)
 """
 
+HAS_ITS_TURN = """
+import fcntl, os, pytest
+
+@pytest.mark.{mark}
+@pytest.mark.parametrize("number", range(4))
+def test_has_its_turn(number, request):
+    with open(os.path.join(request.config.workerinput["turns"], "hall")) as hall:
+        for kind, free in ((fcntl.LOCK_SH, {shared}), (fcntl.LOCK_EX, False)):
+            try:
+                fcntl.flock(hall, kind | fcntl.LOCK_NB)
+            except BlockingIOError:
+                assert not free
+            else:
+                assert free
+"""
+
 
 def flags() -> list[str]:
-    """What the script gives pytest."""
-    (found,) = re.findall(r'^exec "\$BIN/pytest" (.*) "\$@"$', SCRIPT.read_text().replace("\\\n", ""), re.MULTILINE)
+    """What the script gives pytest, but for the number of sessions."""
+    (found,) = re.findall(
+        r'^exec "\$BIN/pytest" -n "\$\(\(CORES \+ 1\)\)" (.*) "\$@"$',
+        SCRIPT.read_text().replace("\\\n", ""),
+        re.MULTILINE,
+    )
     return shlex.split(found)
 
 
@@ -74,6 +94,19 @@ def test_the_tests_of_a_file_and_all_that_start_nodes_stay_together(tmp_path: Pa
     assert {name: len(found) for name, found in workers.items()} == {"plain": 1, "other": 1, "ray": 1}
     assert len(seeds) == 1
     assert seeds <= {*done.stdout.splitlines()}
+
+
+def test_a_serial_test_has_the_hall_for_itself_and_slow_ones_share_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder := tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    for mark, shared in (("serial", False), ("slow", True)):
+        (tmp_path / f"test_{mark}.py").write_text(HAS_ITS_TURN.format(mark=mark, shared=shared))
+    done = run(tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "8 passed" in done.stdout
+    assert not [*folder.glob("kvferry-turns-*")]
 
 
 @pytest.mark.parametrize("source", [CRASHES, HANGS], ids=["crashes", "hangs"])

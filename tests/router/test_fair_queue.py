@@ -43,7 +43,7 @@ def served(queue: FairQueue[Entry]) -> Entry:
     return head
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(backlogs, min_size=2, max_size=4), st.data())
 def test_while_tenants_wait_none_gets_more_than_a_request_beyond_its_share(
     asked: list[list[int]], data: st.DataObject

@@ -58,11 +58,12 @@ def heartbeat(
     prefills: bool = False,
     max_sequences: int = 0,
     free: int = 63,
+    transfer: TransferCounts | None = None,
     **load: object,
 ) -> Heartbeat:
-    told = WorkerLoad(pool=pool(free), **load)  # type: ignore[arg-type]
+    told = WorkerLoad(**{"pool": pool(free), **load})  # type: ignore[arg-type]
     known = profile(role, model=model, layout=layout, prefills=prefills, max_sequences=max_sequences)
-    return Heartbeat(known, told)
+    return Heartbeat(known, told, transfer or TransferCounts())
 
 
 def worker(
