@@ -15,7 +15,7 @@ History of the wire:
   ``KVFollow``, ``KVEvents``, ``KVSnapshot`` and ``Heartbeat.kv_sequence``: routers know what workers have cached;
   ``WorkerLoad.step_fixed`` and ``step_per_token``, ``WorkerProfile.step_tokens``.
 * 4 -- ``Prefill.traceparent``, ``Reserve.traceparent``, ``WorkerLoad.spans_exported`` and ``spans_dropped``;
-  ``WorkerProfile.max_sequences``.
+  ``WorkerProfile.max_sequences``; ``WorkerLoad.step_mean_tokens``.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class RouterConfig:
         ttft_target: a new request is refused when no worker is predicted to give its first token within this, unless it
             brings a ``ttft_target`` of its own; 0 refuses none.
         local_prefill: when a decode worker computes a prompt itself: "never", as a "fallback" while there is no prefill
-            worker, then and for "short" prompts, or "always".
+            worker, then and for "short" prompts, then and where it is predicted to be faster ("auto"), or "always".
         local_prefill_tokens: a prompt of at most so many tokens is short.
         worker_timeout: a worker that sends no heartbeat this long is lost.
         step_age_bound: a worker whose step loop has not come round this long is lost.

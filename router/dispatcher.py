@@ -158,14 +158,14 @@ class Dispatcher:
 
     def cancel(self, live: LiveRequest, now: float, reason: EndReason | None = None) -> None:
         """The reader left, or for a ``reason`` has all it wants; nothing happens when the request has ended."""
-        if live.machine.ended:
+        if (machine := live.machine).ended:
             return
         if reason is None:
-            self._metrics.ended("cancelled", "request_cancelled")
-            self._metrics.paced(live.machine.timeline, live.machine.emitted, now)
+            self._metrics.cancelled(machine.timeline, machine.emitted, now)
+            self._advance(live, machine.cancel(now), now)
         else:
-            self._metrics.finished(reason, live.machine.timeline, live.machine.emitted, now)
-        self._advance(live, live.machine.cancel(now), now)
+            self._metrics.finished(reason, machine.timeline, machine.emitted, now)
+            self._advance(live, machine.satisfied(now), now)
 
     def abandon_all(self, error: KVFerryError, now: float) -> int:
         """Fail every live request; returns how many there were."""
@@ -305,8 +305,7 @@ class Dispatcher:
             case Blame(peers, cause):
                 self._blame(peers, cause.message, now)
             case Retry(cause, attempt):
-                if live.decision is not None:
-                    self._placer.release(live.decision)
+                live.over(self._placer, now)
                 self._metrics.retries.labels(cause.code).inc()
                 _log.info("request %s (%s): attempt %d follows: %s", machine.key, name, attempt, cause.message)
             case Fail(error):
@@ -347,9 +346,11 @@ class Dispatcher:
     def _choose(self, group: list[LiveRequest], wish: NeedPlacement, now: float, full: frozenset[Peer]) -> Placement:
         live, barred, left = group[0], self._breakers.barred(now), self._desk.left(group[0], now)
         demand = live.demand(wish, turn=self._turn, ttft_target=left, full=full, barred=barred, sequences=len(group))
-        placement, live.decision = self._placer.place(live.chains, demand, live.machine.key, now)
-        self._placer.explanations.keep(live.generation.name or live.machine.request_id, live.decision)
-        self._desk.placed(group, live.decision)
+        placement, decision = self._placer.place(live.chains, demand, live.machine.key, now)
+        self._placer.explanations.keep(live.generation.name or live.machine.request_id, decision)
+        self._desk.placed(group, decision)
+        for each in group:
+            each.decided(decision)
         self._turn += 1
         for peer in placement.peers:
             self._breakers.chosen(peer, now)
@@ -393,8 +394,7 @@ class Dispatcher:
         if self._live.pop(machine.request_id, None) is None:
             return
         self._desk.forget(live)
-        if live.decision is not None:
-            self._placer.release(live.decision)
-            # Where several attempts gave the tokens, none of them tells of a worker.
-            if first is not None and not machine.attempt:
-                self._placer.ended(live.decision, machine.emitted, now - first, now)
+        # Where several attempts gave the tokens, none of them tells of a worker.
+        if live.decision is not None and first is not None and not machine.attempt:
+            self._placer.ended(live.decision, machine.emitted, now - first)
+        live.over(self._placer, now, computed=first is not None)

@@ -14,6 +14,7 @@ from router.explanations import Decision
 from router.front.generation import Generation
 from router.instructions import Instruction, NeedPlacement
 from router.mailbox import Mailbox
+from router.placer import Placer
 from router.policy import Demand, Placement
 from router.prompt_chain import PromptChains
 from router.request import RequestMachine
@@ -32,7 +33,8 @@ class LiveRequest:
         mailbox: its reader's.
         placement: where its latest attempt runs, or ran.
         answered: whether its first token was given out.
-        decision: why its latest attempt went there; None before the first, and where another's carries it.
+        decision: why its latest attempt went there; those that one prefill comes to share it. None before the first.
+        charged: the same as long as that attempt is under way.
         ticket: its place in the queue of those that are to be let in, which it may share with others.
     """
 
@@ -44,6 +46,20 @@ class LiveRequest:
     answered: bool = False
     decision: Decision | None = None
     ticket: Ticket[Any] | None = None
+    charged: Decision | None = None
+
+    def decided(self, decision: Decision | None) -> None:
+        """An attempt begins."""
+        self.decision = self.charged = decision
+
+    def over(self, placer: Placer, now: float, *, computed: bool = False) -> None:
+        """Its latest attempt is over, and nothing of it is ahead of any worker any more; twice does no more than once.
+
+        ``computed`` when its prompt was.
+        """
+        decision, self.charged = self.charged, None
+        if decision is not None:
+            placer.release(decision, now, computed=computed)
 
     @classmethod
     def of(cls, generation: Generation, limits: RequestLimits) -> LiveRequest:

@@ -267,6 +267,11 @@ class RouterMetrics:
         """A request ended: ``finished`` with a finish reason, ``failed`` or ``cancelled`` with an error's code."""
         self.requests.labels(outcome, code).inc()
 
+    def cancelled(self, timeline: Timeline, emitted: int, now: float) -> None:
+        """A request's reader left, after so many tokens."""
+        self.ended("cancelled", "request_cancelled")
+        self.paced(timeline, emitted, now)
+
     def finished(self, reason: EndReason, timeline: Timeline, emitted: int, now: float) -> None:
         """A request ended as it should, after so many tokens, the last of them at ``now``."""
         self.ended("finished", reason)
@@ -287,8 +292,13 @@ class RouterMetrics:
             self.ttft.observe(report.ttft_s)
             self.queue.observe(report.queue_s)
 
-    def foretold(self, decision: Decision, error: float) -> None:
-        """The first token of an attempt came, ``error`` seconds from when that was predicted."""
+    def foretold(self, decision: Decision, error: float | None) -> None:
+        """The first token of an attempt came, ``error`` seconds from when that was predicted.
+
+        Of several that one prompt comes to only the first tells anything; None of the others.
+        """
+        if error is None:
+            return
         self.ttft_error.labels(decision.policy).observe(error)
         self.ttft_predicted.labels(decision.policy).observe(decision.predicted_ttft)
         if decision.measured_ttft is not None:

@@ -69,7 +69,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         ttft, tpot, e2e: of those that finished; tpot of those with more than one token.
         good, goodput: share of all that came which met both targets, and how many a second those were.
         rate: requests that came a second.
-        cached: share of prompt tokens that prefill workers had.
+        cached: share of prompt tokens that those had who computed the prompts.
+        local: share of first tokens that came from decode workers.
         prefill_load, decode_load: what the busiest worker of a role did, by the mean of them: seconds in steps of
             prefill, tokens of decode.
         prefill_busy, decode_busy: share of the time that workers were in steps, in the mean.
@@ -95,6 +96,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     goodput: float
     rate: float
     cached: float
+    local: float
     prefill_load: float
     decode_load: float
     prefill_busy: float
@@ -113,8 +115,8 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     Attributes:
         version: of this format.
-        trace, requests, rates, seed, profile, workers, routers, link_gbps, ttft_target, admission, tenants, ttft, tpot,
-            failures: as asked for, or taken where they were not.
+        trace, requests, rates, seed, profile, workers, routers, link_gbps, ttft_target, local_prefill,
+            admission, tenants, ttft, tpot, failures: as asked for, or taken where they were not.
         figures: of each policy, one rate after the other.
     """
 
@@ -129,6 +131,7 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     routers: int
     link_gbps: float
     ttft_target: float
+    local_prefill: str
     admission: bool
     tenants: str
     ttft: float
@@ -157,7 +160,11 @@ def figures_of(
     span = max(float(np.ptp(at)) if count else 0.0, 1e-9)
     prefill = [tally for name, tally in tallies.items() if name.startswith("prefill")]
     decode = [tally for name, tally in tallies.items() if name.startswith("decode")]
-    computed, found = sum(tally.tokens for tally in prefill), sum(tally.found for tally in prefill)
+    whole = Tally()
+    for tally in tallies.values():
+        whole.prompts += tally.prompts
+        whole.prompt_tokens += tally.prompt_tokens
+        whole.found += tally.found
     known = ~np.isnan(records.predicted[:count]) & ~np.isnan(ttft)
     off = np.abs(records.predicted[:count] - ttft)[known]
     return Figures(
@@ -173,7 +180,8 @@ def figures_of(
         good=float(good.sum()) / max(1, count),
         goodput=float(good.sum()) / span,
         rate=count / span,
-        cached=found / max(1, found + computed),
+        cached=whole.found / max(1, whole.found + whole.prompt_tokens),
+        local=sum(tally.prompts for tally in decode) / max(1, whole.prompts),
         prefill_load=_uneven([tally.busy for tally in prefill]),
         decode_load=_uneven([float(tally.tokens) for tally in decode]),
         prefill_busy=sum(tally.busy for tally in prefill) / len(prefill) / max(simulated, 1e-9),
@@ -272,4 +280,9 @@ def remarks(report: SimulationReport) -> list[str]:
         "load: the busiest worker of a role by the mean of them; busy: of prefill; error: of the predicted TTFT",
         f"{first.requests} requests, {first.rate:.4g} a second, {first.simulated:.4g} s simulated in "
         f"{first.cpu_seconds:.3g} s of CPU: {first.events} events, {first.messages} messages to routers",
+        *(
+            f"{each.policy}: {100 * each.local:.3g} % of prompts were computed on decode workers"
+            for each in report.figures
+            if each.local
+        ),
     ]

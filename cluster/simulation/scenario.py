@@ -5,13 +5,17 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from cluster.simulation.elasticity import Elasticity
 from cluster.simulation.profile import EngineProfile
 from protocol.errors import ConfigError
+from router.local_prefill import LocalPrefill
 from router.policy import POLICIES
 from router.slo.classes import SLOConfig
 
 MAX_WORKERS = 4096
 MAX_ROUTERS = 64
+MODES: tuple[LocalPrefill, ...] = ("never", "fallback", "auto", "always")
+"""When decode workers compute prompts, without a length from which on they are short."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,7 @@ class Scenario:
         profile: of every worker's engine.
         prefill, decode: how many workers of either role.
         policy: by which the routers place.
+        local_prefill: when decode workers compute prompts, as a router has it.
         routers: how many; requests take turns at them.
         seed: of when each worker's heartbeats come.
         link: of every worker's network, in bytes a second.
@@ -47,6 +52,7 @@ class Scenario:
         ttft, tpot: within which an answer counts as good, in seconds.
         max_requests: live ones of a router.
         failures: what dies.
+        elasticity: by which workers come, go and change their role; None leaves them as they are.
 
     Raises:
         ConfigError: a value is out of range; names field and value.
@@ -56,6 +62,7 @@ class Scenario:
     prefill: int
     decode: int
     policy: str = "cost"
+    local_prefill: LocalPrefill = "fallback"
     routers: int = 1
     seed: int = 0
     link: float = 12.5e9
@@ -65,6 +72,7 @@ class Scenario:
     tpot: float = 0.05
     max_requests: int = 1 << 20
     failures: tuple[Failure, ...] = field(default=())
+    elasticity: Elasticity | None = None
     slo: SLOConfig = field(default_factory=SLOConfig)
     tenants: dict[str, float] = field(default_factory=dict)
 
@@ -123,6 +131,18 @@ def parse_policies(text: str) -> tuple[str, ...]:
         if name not in POLICIES:
             raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, got {name!r}", field="policy")
     return names
+
+
+def parse_local_prefill(text: str) -> LocalPrefill:
+    """When decode workers compute prompts.
+
+    Raises:
+        ConfigError: there is no such mode, or it needs a length; names those there are.
+    """
+    for mode in MODES:
+        if text == mode:
+            return mode
+    raise ConfigError(f"local_prefill must be one of {', '.join(MODES)}, got {text!r}", field="local_prefill")
 
 
 def parse_loads(text: str) -> tuple[float, ...]:

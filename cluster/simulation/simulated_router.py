@@ -20,6 +20,7 @@ from protocol.kv_events import KVEvents, KVFollow, KVSnapshot
 from protocol.messages import Heartbeat, Message
 from router.breaker import BreakerLimits, Breakers
 from router.config import RouterConfig
+from router.local_prefill import LocalPrefillRule
 from router.placer import Placer, PlacerConfig
 from router.policy import Demand, Placement
 from router.registry import WorkerEvent, WorkerJoined, WorkerRegistry
@@ -68,7 +69,11 @@ class SimulatedRouter:
         self._close = close_job
         self._registry = WorkerRegistry(config.worker_timeout, config.step_age_bound, config.forget_after)
         placing = PlacerConfig(
-            MODEL, config.policy, slow_start=config.slow_start, explained_requests=config.explained_requests
+            MODEL,
+            config.policy,
+            LocalPrefillRule(config.local_prefill, config.local_prefill_tokens),
+            slow_start=config.slow_start,
+            explained_requests=config.explained_requests,
         )
         self.placer = Placer(placing, self._registry)
         self._breakers = Breakers(
@@ -141,7 +146,7 @@ class SimulatedRouter:
             return
         self._answered(job)
         if request.decision is not None and request.first is not None and not request.attempt:
-            self.placer.ended(request.decision, request.trace.output_tokens, now - request.first, now)
+            self.placer.ended(request.decision, request.trace.output_tokens, now - request.first)
         self._end(request, Outcome.FINISHED)
         self._let_on()
 
@@ -238,8 +243,7 @@ class SimulatedRouter:
                     self._again(request, event.peer)
 
     def _again(self, request: Request, lost: Peer) -> None:
-        if request.decision is not None:
-            self.placer.release(request.decision)
+        self._release(request)
         job = request.job
         assert job is not None, "it was placed"
         came = self._close(job)
@@ -259,13 +263,17 @@ class SimulatedRouter:
     def _end(self, request: Request, outcome: Outcome) -> None:
         self._live.pop(request.number, None)
         self._waiting.pop(request.number, None)
-        if request.decision is not None:
-            self.placer.release(request.decision)
+        self._release(request)
         if request.ticket is not None:
             finished = outcome is Outcome.FINISHED
             output = request.trace.output_tokens if finished else request.emitted
             self._admission.ended(request.ticket, output, (output,) if finished else ())
         self._records.end(request, outcome, self._agenda.now)
+
+    def _release(self, request: Request) -> None:
+        decision, request.decision = request.decision, None
+        if decision is not None:
+            self.placer.release(decision, self._agenda.now, computed=False)
 
 
 def _needs(job: Job, peer: Peer) -> bool:

@@ -56,15 +56,15 @@ class Capacity:
     """
 
     def __init__(self, fleet: Fleet, prompts: Rows, terms: Terms) -> None:
-        pace = fleet.in_full_steps[prompts]
-        ahead = np.maximum(fleet.waiting + fleet.own_tokens, 0.0)[prompts] * pace
+        pace = fleet.pace[prompts]
+        ahead = fleet.ahead[prompts] * pace
         self.prompts_open = bool((ahead <= terms.backlog).any())
         self.prompt_rate = float((1.0 / pace).sum())
         rows = fleet.able("decode")
         self._fleet = fleet
         self._rows = rows
         self._per_sequence = terms.per_sequence
-        held = np.maximum(fleet.running + fleet.own_sequences, 0.0)[rows]
+        held = fleet.sequences[rows]
         fixed, per_token = fleet.fixed[rows], fleet.per_token[rows]
         most = fleet.slots[rows]
         if terms.tpot:

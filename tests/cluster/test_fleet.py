@@ -53,6 +53,9 @@ class Fleet:
     def lives(self) -> dict[str, int]:
         return {name: actor.status.incarnation for name, actor in self.actors().items()}
 
+    def leaks(self) -> int:
+        return sum(actor.load.pool.leaked for actor in self.actors().values() if actor.load is not None)
+
     def supervisor(self) -> SupervisorReport:
         with operator(NAME, self.store) as (asked, _, _):
             return asked.report()
@@ -158,9 +161,24 @@ class TestUnderLoad:
             until(lambda: not runs(pid))
             until(lambda: fleet.supervisor().settled)
             assert fleet.lives()["decode-1"] > 1, "it was told to end, not that there shall be one less"
+            self._changes_its_role(fleet)
             fleet.command("drain", "decode-1")
         assert sorted(fleet.lives()) == ["decode-0", "prefill-1", "router-0"]
         assert fleet.supervisor().wanted == {"router": 1, "prefill": 1, "decode": 1}
+
+    @staticmethod
+    def _changes_its_role(fleet: Fleet) -> None:
+        before = fleet.actors()["decode-1"].status
+        said = fleet.command("role", "decode-1", "prefill")
+        after = fleet.actors()["decode-1"]
+        assert said == f"cluster '{NAME}': 2 prefill, 1 decode workers\n"
+        assert (after.status.role, after.status.pid) == ("prefill", before.pid), "the process stays"
+        assert after.status.incarnation > before.incarnation
+        assert [phase.name for phase in after.status.phases] == ["change", "imports", "warm-up", "sockets"], (
+            "no weights"
+        )
+        until(lambda: (load := fleet.actors()["decode-1"].load) is not None and load.prefill_tokens > 0)
+        assert fleet.leaks() == 0
 
     def test_a_supervisor_that_dies_goes_on_where_it_was(self, fleet: Fleet) -> None:
         before, lives = fleet.supervisor(), fleet.lives()
@@ -182,6 +200,8 @@ class TestUnderLoad:
         [
             (("drain", "decode-0"), "only decode worker"),
             (("drain", "decode-7"), "no worker 'decode-7'"),
+            (("role", "prefill-1", "decode"), "only prefill worker"),
+            (("role", "prefill-1", "router"), "role must be one of"),
             (("scale", "router=2"), "role must be one of"),
             (("logs", "nobody"), "no process 'nobody'"),
         ],

@@ -101,7 +101,11 @@ class RayLab:
 
     def status(self) -> dict[str, Any]:
         """What ``kvferry status`` says on the head."""
-        answer: dict[str, Any] = msgspec.json.decode(self.on(HEAD, "kvferry status --json"))
+        told = self.on(HEAD, "kvferry status --json")
+        try:
+            answer: dict[str, Any] = msgspec.json.decode(told)
+        except msgspec.DecodeError as error:
+            raise AssertionError(f"no JSON: {told}") from error
         return answer
 
     def write_ray_file(self, cpus: int) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
 
 from protocol.ids import Peer, Role
 from protocol.layout import KVLayout
@@ -80,3 +83,13 @@ def worker(
     beat = heartbeat(role, model=model, layout=layout, **load)
     peer = Peer(name, incarnation)
     return Worker(peer, str(peer).encode(), beat.profile, beat.load, 0.0, lost, transfer or TransferCounts())
+
+
+def paced(name: str, role: Role, *, token: float = 1e-3, **load: object) -> Worker:
+    """One that has measured its steps."""
+    return worker(name, role, steps=10_000, step_per_token=token, **load)
+
+
+def beating(worker: Worker, **load: object) -> Worker:
+    """The same after a further heartbeat."""
+    return replace(worker, load=msgspec.structs.replace(worker.load, **load))
