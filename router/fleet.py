@@ -55,6 +55,7 @@ _COLUMNS = (
     "slots",
     "empty",
     "claimed",
+    "paced",
     "correction",
 )
 
@@ -82,6 +83,7 @@ class Fleet:
         waiting: prompt tokens that the last heartbeat had.
         slots: sequences that it steps side by side; infinite where that is not told.
         empty: tokens that its sequences have room for already.
+        paced: 1 where the worker has measured its steps, else 0.
         claimed: tokens of prompts and answers that this router has sent there since the last heartbeat.
         correction: what measured times came to, by those that its role's ``common`` one predicts.
         seeds: of draws, by the workers' names.
@@ -108,6 +110,7 @@ class Fleet:
     slots: Floats
     empty: Floats
     claimed: Floats
+    paced: Floats
     correction: Floats
 
     def __init__(self, model: str, slow_start: float = 0.0) -> None:
@@ -310,6 +313,7 @@ class Fleet:
         self.block_size[row] = size
         self.slots[row] = profile.max_sequences or np.inf
         self.empty[row] = load.empty_slots
+        self.paced[row] = bool(load.step_fixed or load.step_per_token)
         link = load.kv_bytes / load.kv_seconds if load.kv_seconds > 0 and load.kv_bytes else LINK
         self.crossing[row] = profile.layout.block_bytes / size / link
         if heard:

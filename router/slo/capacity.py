@@ -18,6 +18,9 @@ import numpy as np
 from protocol.ids import Peer
 from router.fleet import Bools, Fleet, Floats, Rows
 
+TPOT_HEADROOM = 0.9
+"""Share of a target for the time per token that a step may take: contexts grow, and tokens wait for more than steps."""
+
 
 @dataclass(frozen=True, slots=True)
 class Terms:
@@ -65,7 +68,9 @@ class Capacity:
         fixed, per_token = fleet.fixed[rows], fleet.per_token[rows]
         most = fleet.slots[rows]
         if terms.tpot:
-            most = np.minimum(most, (terms.tpot - fixed) / np.maximum(per_token, 1e-12))
+            allowed = (TPOT_HEADROOM * terms.tpot - fixed) / np.maximum(per_token, 1e-12)
+            # What was never measured forbids nothing.
+            most = np.where(fleet.paced[rows] > 0, np.minimum(most, allowed), most)
         self._idle: Bools = held < 1.0
         self._free: Floats = np.maximum(np.floor(most - held), 0.0)
         growth = np.maximum(held * terms.residual - fleet.empty[rows], 0.0)

@@ -222,7 +222,7 @@ def test_the_worker_that_has_room_gets_it() -> None:
 @pytest.mark.parametrize(
     ("config", "load", "most"),
     [
-        (SLOConfig(classes=(SLOClass(tpot=0.0145),)), {}, 4),
+        (SLOConfig(classes=(SLOClass(tpot=0.016),)), {}, 4),
         (PLAIN, {"max_sequences": 5}, 5),
         (SLOConfig(classes=(SLOClass(tpot=0.001),)), {}, 1),
     ],
@@ -242,8 +242,17 @@ def test_decode_workers_get_no_more_sequences_than_they_step_in_time(
     assert len(stage.let_on()) == 1
 
 
+def test_a_worker_that_has_measured_nothing_yet_is_not_taken_for_slow() -> None:
+    stage = Stage(SLOConfig(classes=(SLOClass(tpot=0.001),)))
+    stage.beat("p0")
+    stage.beat("d0", step_fixed=0.0, step_per_token=0.0)
+    for _ in range(10):
+        stage.come(stage.ticket(10))
+    assert len(stage.let_on()) == 10
+
+
 def test_a_strict_class_keeps_others_from_slowing_its_sequences_down() -> None:
-    stage = Stage(SLOConfig(classes=(SLOClass(name="fast", tpot=0.0125), SLOClass(name="slow"))))
+    stage = Stage(SLOConfig(classes=(SLOClass(name="fast", tpot=0.014), SLOClass(name="slow"))))
     stage.beat("p0")
     stage.beat("d0")
     fast = stage.ticket(10, name="fast")
