@@ -50,6 +50,7 @@ _COLUMNS = (
     "room",
     "block_size",
     "crossing",
+    "link_until",
     "joined",
     "waiting",
     "slots",
@@ -78,6 +79,7 @@ class Fleet:
         room: tokens of the blocks that could be given out.
         block_size: of the layout.
         crossing: seconds that a token's blocks take over its link.
+        link_until: when its link has carried all that this router has sent over it, as that was predicted.
         joined: when this incarnation was first seen; long ago for those that came with the first.
         common: by role, and of prompts that decode workers compute, what measured times come to, by the predicted ones.
         waiting: prompt tokens that the last heartbeat had.
@@ -105,6 +107,7 @@ class Fleet:
     room: Floats
     block_size: Floats
     crossing: Floats
+    link_until: Floats
     joined: Floats
     waiting: Floats
     slots: Floats
@@ -232,6 +235,10 @@ class Fleet:
             self.recent.add(row, tokens * float(self.pace[row]), now)
         self._write_prompts(row)
 
+    def send_blocks(self, row: int, seconds: float, now: float) -> None:
+        """Blocks will cross the link of a worker, for so long."""
+        self.link_until[row] = max(self.link_until[row], now) + seconds
+
     def claim(self, row: int, tokens: float) -> None:
         """What this router has just sent there will take room for so many tokens."""
         self.claimed[row] += tokens
@@ -296,6 +303,7 @@ class Fleet:
             self.newest = max(self.newest, self.joined[row])
             self._accounts[row] = Account(faded=now)
             self.recent.forget(row)
+            self.link_until[row] = now
         self.workers[row] = worker
         account, heard = self._accounts[row], before is None or before.load is not load
         able = worker.accepts_work and profile.model == self._model

@@ -30,7 +30,8 @@ class Forecast:
         ttft: to the first token.
         compute: part of that in which this prompt is computed, and its blocks cross.
         missing: tokens whose KV would have to cross.
-        transfer: for them to cross.
+        crossing: of their bytes over its link.
+        transfer: until they have crossed, what is ahead of them on that link included.
         running: sequences that are there or on their way.
         tpot: per output token.
         wait: for room.
@@ -43,6 +44,7 @@ class Forecast:
     ttft: Floats
     compute: Floats
     missing: Floats
+    crossing: Floats
     transfer: Floats
     running: Floats
     tpot: Floats
@@ -59,6 +61,7 @@ def forecast(fleet: Fleet, length: int, cached: Floats, now: float, slow_start: 
     if not missing.all():
         uncached = np.where(missing > 0.0, missing, np.minimum(fleet.block_size, length))
     compute = uncached * fleet.pace
+    crossing = missing * fleet.crossing
     left = fleet.backlog - np.minimum(now - fleet.since, fleet.head)
     speed = np.ones(len(fleet))
     settled = now - fleet.newest >= slow_start
@@ -72,7 +75,8 @@ def forecast(fleet: Fleet, length: int, cached: Floats, now: float, slow_start: 
         ttft=(left + compute + fleet.fixed) * fleet.correction * fleet.common["prefill"],
         compute=compute,
         missing=missing,
-        transfer=missing * fleet.crossing,
+        crossing=crossing,
+        transfer=crossing + np.maximum(fleet.link_until - now, 0.0),
         running=fleet.sequences.copy(),
         tpot=fleet.step * fleet.correction * fleet.common["decode"],
         wait=np.where(fleet.room < missing, ROOM_WAIT, 0.0),

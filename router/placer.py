@@ -158,6 +158,8 @@ class Placer:
         fleet.send_prompt(choice.prefill, uncached, prompt.length, now)
         if choice.decode is not None:
             fleet.send_sequences(choice.decode, demand.sequences)
+            if choice.decode != choice.prefill:
+                fleet.send_blocks(choice.decode, float(told.crossing[choice.decode]), now)
             fleet.claim(choice.decode, demand.reserve)
         return Placement(prefill, decode, choice.local), decision
 
