@@ -6,6 +6,7 @@ together. A new policy is one function and one line in ``POLICIES``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -112,8 +113,8 @@ Policy = Callable[[Snapshot, Demand], Ranking]
 def round_robin(snapshot: Snapshot, demand: Demand) -> Ranking:
     """Each in its turn, whatever the load."""
     fleet = snapshot.fleet
-    # Shifted by one for each round of the prefill workers, so that every pair comes up, not only equal positions.
-    rounds = demand.turn // max(1, len(fleet.able("prefill")))
+    # Shifted by one whenever both are through together, so that every pair comes up, not only those of equal positions.
+    rounds = demand.turn // max(1, math.lcm(len(fleet.able("prefill")), len(fleet.able("decode"))))
     return Ranking(_in_turn(fleet.prefill, demand.turn), _in_turn(fleet.decode, demand.turn + rounds))
 
 

@@ -58,9 +58,13 @@ def two_by_two(**load: object) -> list[Worker]:
     return [worker("d0", "decode"), worker("d1", "decode"), worker("p0", "prefill", **load), worker("p1", "prefill")]
 
 
-def test_round_robin_comes_through_every_pair() -> None:
-    pairs = Counter(pick(two_by_two(waiting_tokens=900), policy="round_robin", turn=turn) for turn in range(8))
-    assert pairs == {("p0", "d0"): 2, ("p1", "d1"): 2, ("p0", "d1"): 2, ("p1", "d0"): 2}
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (2, 2), (2, 3), (4, 2)])
+def test_round_robin_comes_through_every_pair(prefill: int, decode: int) -> None:
+    workers = [worker(f"d{number}", "decode") for number in range(decode)]
+    workers += [worker(f"p{number}", "prefill", waiting_tokens=900 * number) for number in range(prefill)]
+    pairs = Counter(pick(workers, policy="round_robin", turn=turn) for turn in range(2 * prefill * decode))
+    assert len(pairs) == prefill * decode
+    assert set(pairs.values()) == {2}
 
 
 def test_least_loaded_prefers_fewest_prompt_tokens_and_fewest_sequences() -> None:
