@@ -2,7 +2,9 @@
 
 Life cycle: Ray makes the process and the actor; its constructor starts the service, so that it comes up with nobody
 calling. An actor has one life: when the service fails, or has drained, the process ends with it, and the supervisor
-makes a new actor of the name where there shall be one. SIGTERM drains. Only control rides on these calls, as JSON.
+makes a new actor of the name where there shall be one. A worker may be told to take the other role: then it drains, and
+a service of that role comes up in the same process, over the same engine. SIGTERM drains. Only control rides on these
+calls, as JSON.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from cluster.phases import Phase, process_age
 from cluster.plan import ActorOrder, decode_config, prefill_config, router_config
 
 if TYPE_CHECKING:
+    from engine.engine import Engine
     from router.server import RouterServer
 
 MAX_CALLS = 16
@@ -43,9 +46,11 @@ class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
         state: a value of :class:`cluster.hosting.HostState`.
         stage, fraction: how far it has come up.
         error: why it failed, or "".
-        incarnation: of this life of the name; the first one's is 1.
+        incarnation: of this life of the name; the first one's is 1. A worker that takes another role begins a new one.
         draining: whether it takes no new work.
-        phases: how long each phase of its start took, from the start of its process; those that are over.
+        switched: whether its process had another role before.
+        phases: how long each phase of its start took, from the start of its process, or from when it had drained for
+            another role; those that are over.
     """
 
     name: str
@@ -58,12 +63,13 @@ class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     incarnation: int = 0
     draining: bool = False
+    switched: bool = False
     phases: tuple[Phase, ...] = ()
 
     @property
     def restarted(self) -> bool:
         """Whether this is not a process that the cluster came up with."""
-        return self.incarnation > 1
+        return self.incarnation > 1 and not self.switched
 
 
 class ServiceActor:
@@ -85,7 +91,7 @@ class ServiceActor:
     def __init__(self, order: bytes) -> None:
         import ray
 
-        self._process = Phase(name="process", seconds=process_age())
+        self._before: tuple[Phase, ...] = (Phase(name="process", seconds=process_age()),)
         self._order = msgspec.json.decode(order, type=ActorOrder)
         logs = self._order.config.logging
         set_up_logging(self._order.name, logs.format, logs.level)
@@ -108,7 +114,8 @@ class ServiceActor:
                 error=host.error,
                 incarnation=self._order.incarnation,
                 draining=self._drained,
-                phases=(self._process, *host.phases),
+                switched=not self._before,
+                phases=(*self._before, *host.phases),
             )
         )
 
@@ -156,24 +163,39 @@ class ServiceActor:
         raise NotImplementedError
 
 
-class PrefillActor(ServiceActor):
-    """A prefill worker's process."""
+class WorkerActor(ServiceActor):
+    """A worker's process: of one role, and then maybe of the other, over an engine that outlives both."""
+
+    _engine: Engine | None = None
+    _next: ActorOrder | None = None
+
+    async def switch(self, order: bytes, timeout: float) -> None:  # noqa: ASYNC109  told to the worker
+        """Finish what there is within ``timeout`` seconds, give back the rest, and go on as ``order`` says."""
+        given = msgspec.json.decode(order, type=ActorOrder)
+        if given.incarnation <= (self._next or self._order).incarnation:
+            return  # it came twice
+        self._drained, self._next = True, given
+        self._service_host.switch(self._become, timeout)
+
+    def _become(self) -> Service:
+        assert self._next is not None, "set before the host is told"
+        self._order, self._next = self._next, None
+        self._drained, self._before = False, ()
+        return self._make()
 
     def build(self, order: ActorOrder, model: Path, host: str) -> Service:
         """The worker."""
-        from prefill_worker.worker import PrefillWorker
+        from engine.engine import Engine
 
-        return PrefillWorker(prefill_config(order, model, host))
+        if self._engine is None:
+            self._engine = Engine(lasting=True)
+        if order.role == "prefill":
+            from prefill_worker.worker import PrefillWorker
 
-
-class DecodeActor(ServiceActor):
-    """A decode worker's process."""
-
-    def build(self, order: ActorOrder, model: Path, host: str) -> Service:
-        """The worker."""
+            return PrefillWorker(prefill_config(order, model, host), self._engine)
         from decode_worker.worker import DecodeWorker
 
-        return DecodeWorker(decode_config(order, model, host))
+        return DecodeWorker(decode_config(order, model, host), self._engine)
 
 
 class RouterActor(ServiceActor):
@@ -185,27 +207,40 @@ class RouterActor(ServiceActor):
 
         return RouterService(RouterServer(router_config(order, model, host)))
 
+    async def view(self) -> bytes:
+        """A :class:`cluster.autoscale.router_view.RouterView` as JSON: what the autoscaler goes by."""
+        host = self._service_host
+        server = await host.call(lambda router: router.server)
+        overview = await host.call(lambda router: router.server.service.cluster())
+        # As for a scrape: in a thread, for the router's loop has streams to serve.
+        metrics = await asyncio.to_thread(server.service.metrics)
+        return msgspec.json.encode({"cluster": overview, "metrics": metrics.decode()})
+
 
 class RouterService:
-    """Gives a router the face of a :class:`cluster.hosting.Service`."""
+    """Gives a router the face of a :class:`cluster.hosting.Service`.
+
+    Attributes:
+        server: the router.
+    """
 
     def __init__(self, server: RouterServer) -> None:
-        self._server = server
+        self.server = server
         self._drained = asyncio.Event()
 
     async def start(self, progress: StartProgress | None = None) -> None:
         """Bind both ports and serve."""
         if progress is not None:
             progress("binding", 0.0)
-        await self._server.start()
+        await self.server.start()
 
     async def stop(self) -> None:
         """Stop serving."""
-        await self._server.stop()
+        await self.server.stop()
 
     async def wait(self) -> None:
         """Return when stopped, or to be; raise what ended it before that."""
-        ends = [asyncio.create_task(each) for each in (self._server.wait(), self._drained.wait())]
+        ends = [asyncio.create_task(each) for each in (self.server.wait(), self._drained.wait())]
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -218,9 +253,6 @@ class RouterService:
     def drain(self, timeout: float) -> None:
         """End; answers that are under way have the router's own ``stop_grace``."""
         self._drained.set()
-
-
-_CLASSES: dict[str, type[ServiceActor]] = {"router": RouterActor, "prefill": PrefillActor, "decode": DecodeActor}
 
 
 def create_actor(ray: Any, order: ActorOrder) -> Any:
@@ -243,7 +275,8 @@ def create_actor(ray: Any, order: ActorOrder) -> Any:
         options["scheduling_strategy"] = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(here, soft=False)
     elif order.spread:
         options["scheduling_strategy"] = "SPREAD"
-    return ray.remote(_CLASSES[order.role]).options(**options).remote(msgspec.json.encode(order))
+    kind: type[ServiceActor] = RouterActor if order.role == "router" else WorkerActor
+    return ray.remote(kind).options(**options).remote(msgspec.json.encode(order))
 
 
 def _end_process(error: BaseException) -> None:

@@ -10,10 +10,11 @@ import typer
 from rich.console import Console
 
 from cluster.api_key import ApiKey, CaFile, key_command
+from cluster.autoscale_command import autoscale_command
 from cluster.bench.command import bench_app
 from cluster.config_command import config_app
 from cluster.explain_command import explain_command
-from cluster.fleet_command import drain_command, logs_command, restart_command, scale_command
+from cluster.fleet_command import drain_command, logs_command, restart_command, role_command, scale_command
 from cluster.model_command import model_app
 from cluster.simulation.command import simulate_command
 from cluster.sizing.command import plan_command
@@ -35,6 +36,8 @@ app.command("explain")(explain_command)
 app.command("top")(top_command)
 app.command("scale")(scale_command)
 app.command("drain")(drain_command)
+app.command("role")(role_command)
+app.command("autoscale")(autoscale_command)
 app.command("restart")(restart_command)
 app.command("logs")(logs_command)
 app.command("simulate")(simulate_command)

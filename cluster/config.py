@@ -12,6 +12,9 @@ from typing import Any, Literal
 import msgspec
 
 from cluster.log_format import LogFormat, LogLevel
+from cluster.scale_section import MAX_REPLICAS, ScaleSection
+from cluster.section import check
+from cluster.slo_section import SLOSection
 from kv_transfer.choice import AUTO, GPUDIRECT_BY, MODES
 from kv_transfer.transport import GPUDIRECT, GpuDirect
 from protocol.errors import ConfigError
@@ -24,17 +27,10 @@ Setting = bool | int | float | str
 NAME_PATTERN = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62})")
 MIN_OBJECT_STORE_BYTES = 75 << 20
 """Ray refuses a smaller object store."""
-MAX_REPLICAS = 1024
 RAY_RESOURCES = ("CPU", "GPU", "memory", "object_store_memory")
 """Resources that Ray has of itself."""
 TRANSPORTS = tuple(mode for mode in MODES if mode != "inproc")
 """Transports that cross processes, as the workers of a cluster do, and the word for any of them."""
-
-
-def _check(section: object, *rules: tuple[str, bool, str]) -> None:
-    for field, valid, wanted in rules:
-        if not valid:
-            raise ConfigError(f"{field} must be {wanted}, got {getattr(section, field)!r}", field=field)
 
 
 class EngineSection(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,7 +105,7 @@ class RoleSection(msgspec.Struct, frozen=True, kw_only=True):
     limits: dict[str, Setting] = {}
 
     def __post_init__(self) -> None:
-        _check(
+        check(
             self,
             ("replicas", 1 <= self.replicas <= MAX_REPLICAS, f"in [1, {MAX_REPLICAS}]"),
             ("cpus", 0 <= self.cpus <= 4096, "in [0, 4096]"),
@@ -141,7 +137,7 @@ class SpeculationSection(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         given = self.given()
-        _check(self, ("method", not given or "method" in given, f"set, for {', '.join(given)} to mean something"))
+        check(self, ("method", not given or "method" in given, f"set, for {', '.join(given)} to mean something"))
 
     def given(self) -> dict[str, Any]:
         """The settings that are not None."""
@@ -168,7 +164,7 @@ class RouterSection(msgspec.Struct, frozen=True, kw_only=True):
         api_keys: file of the API keys that may ask, on the router's machine; null lets everybody in.
         tls_certificate, tls_key: files of the router's TLS, in PEM, on its machine; null speaks plain HTTP.
         local_prefill: when a decode worker computes a prompt itself: "never", as a "fallback" while there is no prefill
-            worker, then and for "short" prompts, or "always".
+            worker, then and for "short" prompts, then and where it is predicted to be faster ("auto"), or "always".
         local_prefill_tokens: a prompt of at most so many tokens is short.
         tool_format: how the model writes calls of tools: "auto" as its chat template has it, "hermes" or
             "llama3_json".
@@ -176,6 +172,7 @@ class RouterSection(msgspec.Struct, frozen=True, kw_only=True):
             generation_config.json, as vLLM does; "none" with neutral values.
         public: let everybody in though ``host`` can be reached from other machines.
         cpus: CPU cores that Ray sets aside for it.
+        slo: classes of requests.
         limits: the router's own settings, by their name in its configuration.
     """
 
@@ -185,16 +182,17 @@ class RouterSection(msgspec.Struct, frozen=True, kw_only=True):
     api_keys: str | None = None
     tls_certificate: str | None = None
     tls_key: str | None = None
-    local_prefill: Literal["never", "fallback", "short", "always"] = "fallback"
+    local_prefill: Literal["never", "fallback", "short", "auto", "always"] = "fallback"
     local_prefill_tokens: int = 0
     tool_format: Literal["auto", "hermes", "llama3_json"] = "auto"
     generation_config: Literal["auto", "none"] = "auto"
     public: bool = False
     cpus: float = 0.0
+    slo: SLOSection = SLOSection()
     limits: dict[str, Setting] = {}
 
     def __post_init__(self) -> None:
-        _check(
+        check(
             self,
             ("host", bool(self.host.strip()), "a host name or an address"),
             ("port", 0 <= self.port <= 65535, "in [0, 65535]"),
@@ -231,7 +229,7 @@ class TransferSection(msgspec.Struct, frozen=True, kw_only=True):
     gpudirect: GpuDirect = "auto"
 
     def __post_init__(self) -> None:
-        _check(
+        check(
             self,
             ("transport", self.transport in TRANSPORTS, f"one of {', '.join(TRANSPORTS)}"),
             ("streams", 1 <= self.streams <= 64, "in [1, 64]"),
@@ -269,7 +267,7 @@ class RaySection(msgspec.Struct, frozen=True, kw_only=True):
     start_timeout: float = 180.0
 
     def __post_init__(self) -> None:
-        _check(
+        check(
             self,
             ("address", self.address is None or bool(self.address.strip()), "host:port, 'auto' or null"),
             ("cpus", self.cpus is None or self.cpus >= 1, "at least 1, or null"),
@@ -281,19 +279,6 @@ class RaySection(msgspec.Struct, frozen=True, kw_only=True):
             ),
             ("start_timeout", 0 < self.start_timeout <= 86400, "in (0, 86400] seconds"),
         )
-
-
-class ScaleSection(msgspec.Struct, frozen=True, kw_only=True):
-    """How workers come and go while the cluster is up.
-
-    Attributes:
-        drain_timeout: seconds that a worker that leaves gets to finish what it has; the rest goes on elsewhere.
-    """
-
-    drain_timeout: float = 300.0
-
-    def __post_init__(self) -> None:
-        _check(self, ("drain_timeout", 0 <= self.drain_timeout <= 86400, "in [0, 86400] seconds"))
 
 
 class LoggingSection(msgspec.Struct, frozen=True, kw_only=True):
@@ -371,7 +356,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     tracing: TracingSection = TracingSection()
 
     def __post_init__(self) -> None:
-        _check(
+        check(
             self,
             ("model", bool(self.model.strip()), "a path or a known name"),
             ("name", bool(NAME_PATTERN.fullmatch(self.name)), "letters, digits, '.', '_' or '-', 63 at most"),

@@ -113,11 +113,20 @@ def _value(kind: Any, value: Any, where: str) -> Any:
         return build(kind, value, f"{where}.")
     if get_origin(kind) is dict and value is None:
         return {}
+    section = get_args(kind)[1] if get_origin(kind) is dict else None
+    if isinstance(section, type) and issubclass(section, msgspec.Struct) and isinstance(value, Mapping):
+        return {_name(name, where): _value(section, each, f"{where}.{name}") for name, each in value.items()}
     try:
         return msgspec.convert(_word(kind, value), kind)
     except msgspec.ValidationError as error:
         detail = str(error).split(" - at ")[0].replace("`", "")
         raise ConfigError(f"{where}: {detail[:1].lower()}{detail[1:]}, value {value!r}", field=where) from error
+
+
+def _name(name: Any, where: str) -> str:
+    if not isinstance(name, str):
+        raise ConfigError(f"{where} must have names as keys, got {name!r}", field=where)
+    return name
 
 
 def _word(kind: Any, value: Any) -> Any:

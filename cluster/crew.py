@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from cluster.actors import ActorStatus, create_actor
-from cluster.member import Sight
+from cluster.member import MemberRecord, Sight
 from cluster.plan import ActorOrder
 
 
@@ -31,11 +31,11 @@ class Crew:
         self._asked: dict[str, Any] = {}
         self.statuses: dict[str, ActorStatus] = {}
 
-    def look(self, names: list[str]) -> list[tuple[str, Sight, str]]:
+    def look(self, members: list[MemberRecord]) -> list[tuple[str, Sight, str]]:
         """What is seen of each: name, sight and the error that it told of."""
-        for name in {*self._handles} - {*names}:
+        for name in {*self._handles} - {member.name for member in members}:
             self._forget(name)
-        return [(name, *self._look_at(name)) for name in names]
+        return [(member.name, *self._look_at(member.name, member.incarnation)) for member in members]
 
     def create(self, order: ActorOrder) -> None:
         """Make a process; one that cannot be made is absent at the next look."""
@@ -50,12 +50,17 @@ class Crew:
         if name in self._handles:
             self._handles[name].drain.remote(timeout)
 
+    def switch(self, order: ActorOrder, timeout: float) -> None:
+        """Have a process drain and then go on by another order."""
+        if order.name in self._handles:
+            self._handles[order.name].switch.remote(msgspec.json.encode(order), timeout)
+
     def kill(self, name: str) -> None:
         """End a process at once."""
         if name in self._handles:
             self._ray.kill(self._handles[name], no_restart=True)
 
-    def _look_at(self, name: str) -> tuple[Sight, str]:
+    def _look_at(self, name: str, incarnation: int) -> tuple[Sight, str]:
         if name not in self._handles:
             try:
                 self._handles[name] = self._ray.get_actor(name)
@@ -79,6 +84,8 @@ class Crew:
             return Sight.PLACING, ""
         if status.state == "failed":
             return Sight.FAILED, status.error
+        if status.incarnation != incarnation:
+            return Sight.FORMER, ""
         if status.draining:
             return Sight.LEAVING, ""
         return (Sight.READY if status.state == "ready" else Sight.STARTING), ""

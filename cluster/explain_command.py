@@ -12,7 +12,7 @@ from rich.table import Table
 from cluster.api_key import ApiKey, CaFile
 
 if TYPE_CHECKING:
-    from router.client import Placed
+    from router.client import Admitted, Placed
 
 PIPE_WIDTH = 200
 
@@ -42,6 +42,10 @@ def explain_command(
 
 
 def _show(placed: Placed, console: Console) -> None:
+    if placed.admission is not None:
+        _show_admission(placed.admission, console)
+    if not placed.prefill:
+        return
     where = placed.prefill if placed.decode is None else f"{placed.prefill} and {placed.decode}"
     console.print(
         f"attempt {placed.attempt} of {placed.request}: {placed.prompt_tokens} tokens, "
@@ -65,3 +69,13 @@ def _show(placed: Placed, console: Console) -> None:
             cells = [value if isinstance(value, str) else f"{value:.6g}" for value in candidate.values()]
             table.add_row(*cells, style="bold" if candidate["worker"] == chosen else None)
         console.print(table)
+
+
+def _show_admission(admission: Admitted, console: Console) -> None:
+    verdict = "let in" if admission.outcome == "admitted" else f"refused ({admission.outcome})"
+    told = f"class {admission.slo_class}: {verdict} after {admission.waited_s * 1e3:.1f} ms"
+    if admission.wanted_s is not None:
+        told += f", its first token wanted within {admission.wanted_s * 1e3:.0f} ms"
+    if admission.predicted_ttft_s is not None:
+        told += f", predicted in {admission.predicted_ttft_s * 1e3:.1f} ms when it came"
+    console.print(told, markup=False)

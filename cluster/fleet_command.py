@@ -1,4 +1,4 @@
-"""``kvferry scale | drain | restart | logs``: what is done to a cluster that is up. Heavy imports happen inside."""
+"""``kvferry scale | drain | role | restart | logs``: what is done to a cluster that is up. Imports happen inside."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ Cluster = Annotated[
     str | None, typer.Option("--cluster", metavar="NAME", help="Which one; may be left out if only one is up.")
 ]
 Patience = Annotated[float, typer.Option("--timeout", min=0.0, help="Seconds to wait until it is done.")]
+Worker = Annotated[str, typer.Argument(metavar="WORKER", help="As kvferry status names it.")]
+Limit = Annotated[
+    float | None,
+    typer.Option("--limit", min=0.0, help="Seconds after which it hands back what it has; default: the file's."),
+]
 
 
 def scale_command(
@@ -35,12 +40,9 @@ def scale_command(
 
 
 def drain_command(
-    worker: Annotated[str, typer.Argument(metavar="WORKER", help="As kvferry status names it.")],
+    worker: Worker,
     cluster: Cluster = None,
-    limit: Annotated[
-        float | None,
-        typer.Option("--limit", min=0.0, help="Seconds after which it hands back what it has; default: the file's."),
-    ] = None,
+    limit: Limit = None,
     timeout: Patience = 600.0,
 ) -> None:
     """Take a worker out: it gets no new work, finishes what it has, waits for who reads its KV, and is gone."""
@@ -51,6 +53,23 @@ def drain_command(
     store = StateStore()
     printer, name = StepPrinter(Console(stderr=True)), cluster or store.only()
     _show(name, drain(name, worker, printer, drain_timeout=limit, timeout=timeout, store=store))
+
+
+def role_command(
+    worker: Worker,
+    role: Annotated[str, typer.Argument(metavar="ROLE", help="prefill or decode.")],
+    cluster: Cluster = None,
+    limit: Limit = None,
+    timeout: Patience = 600.0,
+) -> None:
+    """Let a worker take the other role: it drains, and goes on in the same process, its weights still loaded."""
+    from cluster.display import StepPrinter
+    from cluster.operations import change_role
+    from cluster.state import StateStore
+
+    store = StateStore()
+    printer, name = StepPrinter(Console(stderr=True)), cluster or store.only()
+    _show(name, change_role(name, worker, role, printer, drain_timeout=limit, timeout=timeout, store=store))
 
 
 def restart_command(

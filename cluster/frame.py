@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from router.client import ClusterOverview, WorkerOverview
+    from router.overview import ClusterOverview, Latency, WorkerOverview
 
 BAR = 24
 BLOCKS = (
@@ -20,6 +20,8 @@ BLOCKS = (
     ("cached", "blue"),
 )
 """States of a pool's blocks, as the bar shows them; the rest of it is free."""
+LATENCIES = ("ttft", "tpot", "handoff")
+"""The router's histograms of which the frame tells."""
 STATE_STYLES = {"live": "green", "draining": "yellow"}
 
 
@@ -51,20 +53,24 @@ def frame(now: ClusterOverview, before: ClusterOverview | None = None, seconds: 
     for name, style in BLOCKS:
         legend.append("█ ", style).append(f"{name}  ")
     legend.append("░ free")
-    return Group(head, table, legend, *(Text(alert, style="bold red") for alert in alerts(now)))
+    return Group(head, _told(now), table, legend, *(Text(alert.text, style="bold red") for alert in now.alerts))
 
 
-def alerts(now: ClusterOverview) -> list[str]:
-    """What somebody should look at."""
-    found = []
-    for worker in now.workers:
-        if worker.state == "lost":
-            found.append(f"{worker.name} is lost: {worker.reason or 'no reason is known'}")
-        elif worker.breaker.state != "closed":
-            found.append(f"{worker.name} gets no usual work, its breaker is {worker.breaker.state}")
-        if worker.leaked_blocks:
-            found.append(f"{worker.name} has {worker.leaked_blocks} leaked blocks")
-    return found
+def _told(now: ClusterOverview) -> Text:
+    """Where the requests under way are, and how long those so far took."""
+    live = now.requests
+    parts = [
+        f"{live.queued} queued, {live.prefilling} prefilling, {live.handoff} in handoff, {live.decoding} decoding",
+        *(f"{name.upper()} {_milliseconds(now.latency[name])}" for name in LATENCIES if name in now.latency),
+    ]
+    return Text("; ".join(parts))
+
+
+def _milliseconds(latency: Latency) -> str:
+    half, most = latency.quantile(0.5), latency.quantile(0.99)
+    if half is None or most is None:
+        return "-"
+    return f"p50 {1e3 * half:.3g} ms, p99 {1e3 * most:.3g} ms"
 
 
 def _bar(worker: WorkerOverview) -> Text:

@@ -1,11 +1,13 @@
 """Runs one service (a router or a worker) on an event loop of its own, in a thread of its own.
 
 Life cycle: made, :meth:`Host.begin` starts the thread, and the service comes up with nobody calling; :meth:`Host.stop`
-ends it, and :meth:`Host.drain` lets it end once it has finished what it has. One that has drained is reported to
-``on_left``, one that fails after it was ready to ``on_fatal``::
+ends it, and :meth:`Host.drain` lets it end once it has finished what it has. With :meth:`Host.switch` another service
+comes up in its place then. One that has drained is reported to ``on_left``, one that fails after it was ready to
+``on_fatal``::
 
     STARTING -came_up-> READY -stop or drained-> STOPPING -ended-> STOPPED
     STARTING -failed-> FAILED        READY -failed-> FAILED
+    READY -changed-> STARTING        drained, and another is to follow
 """
 
 from __future__ import annotations
@@ -59,6 +61,7 @@ class HostEvent(Enum):
 
     CAME_UP = "came up"
     FAILED = "failed"
+    CHANGED = "changed"
     STOP = "stop"
     ENDED = "ended"
 
@@ -71,6 +74,7 @@ HOST_TABLE: TransitionTable[HostState, HostEvent] = TransitionTable(
         (HostState.STARTING, HostEvent.FAILED): HostState.FAILED,
         (HostState.STARTING, HostEvent.STOP): HostState.STOPPING,
         (HostState.READY, HostEvent.FAILED): HostState.FAILED,
+        (HostState.READY, HostEvent.CHANGED): HostState.STARTING,
         (HostState.READY, HostEvent.STOP): HostState.STOPPING,
         (HostState.STOPPING, HostEvent.ENDED): HostState.STOPPED,
         (HostState.FAILED, HostEvent.STOP): HostState.STOPPING,
@@ -79,7 +83,7 @@ HOST_TABLE: TransitionTable[HostState, HostEvent] = TransitionTable(
 
 
 class Host:
-    """One service and its loop.
+    """One service after the other, and their loop.
 
     Args:
         name: of the thread, and in messages.
@@ -88,7 +92,7 @@ class Host:
         on_left: called, in the thread, when a service that was to drain has ended.
 
     Attributes:
-        service: the service, once made.
+        service: the present one, once made.
         stage, fraction: how far it has come up.
         error: why it failed.
     """
@@ -106,6 +110,7 @@ class Host:
         self.stage, self.fraction, self.error = "placed", 0.0, ""
         self._make, self._on_fatal, self._on_left = make, on_fatal, on_left
         self._drained = False
+        self._successor: tuple[Callable[[], Service], float] | None = None
         self._tracker = HOST_TABLE.start(name)
         self._clock = PhaseClock("thread", time.monotonic())
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -120,7 +125,7 @@ class Host:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """How long each phase of its coming up took; those that are over."""
+        """How long each phase of the service's coming up took; those that are over."""
         return self._clock.phases
 
     def begin(self) -> None:
@@ -151,6 +156,16 @@ class Host:
         """
         if self._loop is not None and not self._ended.is_set():
             self._loop.call_soon_threadsafe(self._drain, timeout)
+
+    def switch(self, make: Callable[[], Service], timeout: float) -> None:
+        """Let the service finish what it has, and another come up in its place; not if it is asked to leave meanwhile.
+
+        Args:
+            make: makes the other; called in the thread, once the first has given everything back.
+            timeout: seconds after which the first gives back what it has not finished.
+        """
+        if self._loop is not None and not self._ended.is_set():
+            self._loop.call_soon_threadsafe(self._switch, make, timeout)
 
     async def call(self, work: Callable[[Any], T]) -> T:
         """``work(service)``, run on the service's loop; awaited from another loop.
@@ -186,8 +201,8 @@ class Host:
     async def _main(self) -> None:
         stop = asyncio.create_task(self._asked_to_stop.wait())
         try:
-            if await self._come_up(stop):
-                await self._serve(stop)
+            while await self._come_up(stop) and await self._serve(stop) and await self._change():
+                pass
             if not self._drained:
                 await stop
             self._tracker.move(HostEvent.STOP)
@@ -199,7 +214,32 @@ class Host:
         if self._drained and self._on_left is not None:
             self._on_left()
 
+    def _switch(self, make: Callable[[], Service], timeout: float) -> None:
+        self._successor = make, timeout
+        if self.state is HostState.READY:
+            assert self.service is not None
+            self.service.drain(timeout)
+
+    async def _change(self) -> bool:
+        """End the service, so that its successor can be made; whether that was possible."""
+        assert self.service is not None
+        assert self._successor is not None
+        # From here on who is to leave is a successor that has not come up. Of the first one nothing is kept: its
+        # successor needs the room.
+        service, self.service = self.service, None
+        (self._make, _), self._successor = self._successor, None
+        self._clock = PhaseClock("change", time.monotonic())
+        self.stage, self.fraction = "change", 0.0
+        self._tracker.move(HostEvent.CHANGED)
+        try:
+            await service.stop()
+        except Exception as error:
+            self._fail(error)
+            return False
+        return True
+
     def _drain(self, timeout: float) -> None:
+        self._successor = None
         if self.state is HostState.READY:
             assert self.service is not None
             self.service.drain(timeout)
@@ -218,6 +258,8 @@ class Host:
         self._clock.end(time.monotonic())
         self.stage, self.fraction = "ready", 1.0
         self._tracker.move(HostEvent.CAME_UP)
+        if self._successor is not None:  # asked for while this one came up
+            self._switch(*self._successor)
         return True
 
     async def _try(self, stop: asyncio.Task[bool]) -> BaseException | None:
@@ -237,18 +279,24 @@ class Host:
             return error
         return None
 
-    async def _serve(self, stop: asyncio.Task[bool]) -> None:
+    async def _serve(self, stop: asyncio.Task[bool]) -> bool:
+        """Until the service has ended; whether another follows."""
         assert self.service is not None
         running = asyncio.create_task(self.service.wait())
         await asyncio.wait([running, stop], return_when=asyncio.FIRST_COMPLETED)
         if not running.done():
             running.cancel()
             await asyncio.wait([running])
-            return
+            return False
         error = running.exception()
-        if error is None:
-            self._drained = True
-            return
+        if error is not None:
+            self._fail(error)
+            return False
+        self._drained = self._successor is None
+        return not self._drained
+
+    def _fail(self, error: BaseException) -> None:
+        """A service that was ready has failed."""
         self.error = describe(error)
         self._tracker.move(HostEvent.FAILED)
         if self._on_fatal is not None:

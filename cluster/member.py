@@ -3,8 +3,9 @@
 Life cycle of a name::
 
     MISSING -created-> STARTING -came up-> READY
-    STARTING, READY  -died-> MISSING          made again, with a higher incarnation
-    STARTING, READY  -drain-> DRAINING -died-> GONE
+    STARTING, READY -switch-> SWITCHING -came up-> READY      the process stays, in another role and a new incarnation
+    STARTING, READY, SWITCHING -died-> MISSING                made again, with a higher incarnation
+    STARTING, READY, SWITCHING -drain-> DRAINING -died-> GONE
     MISSING -drain-> GONE
 """
 
@@ -17,9 +18,10 @@ from typing import Literal
 
 import msgspec
 
+from protocol.ids import Role
 from protocol.transitions import Tracker, TransitionTable
 
-MemberRole = Literal["router", "prefill", "decode"]
+MemberRole = Literal["router"] | Role
 NAMES = re.compile(r"(router|prefill|decode)-\d{1,9}")
 STEADY_SECONDS = 30.0
 """A life that was ready for so long has not failed at its start."""
@@ -32,6 +34,7 @@ class MemberState(Enum):
     MISSING = "missing"
     STARTING = "starting"
     READY = "ready"
+    SWITCHING = "switching"
     DRAINING = "draining"
     GONE = "gone"
 
@@ -41,6 +44,7 @@ class MemberEvent(Enum):
 
     CREATED = "created"
     CAME_UP = "came up"
+    SWITCH = "switch"
     DIED = "died"
     DRAIN = "drain"
 
@@ -54,6 +58,11 @@ MEMBERS = TransitionTable(
         (MemberState.STARTING, MemberEvent.CAME_UP): MemberState.READY,
         (MemberState.STARTING, MemberEvent.DIED): MemberState.MISSING,
         (MemberState.STARTING, MemberEvent.DRAIN): MemberState.DRAINING,
+        (MemberState.STARTING, MemberEvent.SWITCH): MemberState.SWITCHING,
+        (MemberState.READY, MemberEvent.SWITCH): MemberState.SWITCHING,
+        (MemberState.SWITCHING, MemberEvent.CAME_UP): MemberState.READY,
+        (MemberState.SWITCHING, MemberEvent.DIED): MemberState.MISSING,
+        (MemberState.SWITCHING, MemberEvent.DRAIN): MemberState.DRAINING,
         (MemberState.READY, MemberEvent.DIED): MemberState.MISSING,
         (MemberState.READY, MemberEvent.DRAIN): MemberState.DRAINING,
         (MemberState.DRAINING, MemberEvent.DIED): MemberState.GONE,
@@ -63,10 +72,11 @@ MEMBERS = TransitionTable(
 
 
 class Sight(Enum):
-    """What is seen of a member's process."""
+    """What is seen of a member's process; FORMER is the one before its present life, which shall become it."""
 
     ABSENT = "absent"
     PLACING = "placing"
+    FORMER = "former"
     STARTING = "starting"
     READY = "ready"
     LEAVING = "leaving"
@@ -78,11 +88,11 @@ class MemberRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: of the actor.
-        role: what it runs.
+        role: what it runs, or shall run once it has drained; the name tells only what it began as.
         revision: of the configuration that its present life was made with.
         incarnation: of its present life, or its last one.
         leaving: whether it shall not come back.
-        drain_timeout: seconds that it gets to finish what it has, if it is leaving.
+        drain_timeout: seconds that it gets to finish what it has, if it is leaving or takes another role.
     """
 
     name: str
@@ -148,7 +158,9 @@ class Member:
             return False
         if self.state is MemberState.MISSING:
             self.move(MemberEvent.CREATED, now)
-        if sight is Sight.READY and self.state is MemberState.STARTING:
+        if sight is Sight.FORMER and self.tracker.allows(MemberEvent.SWITCH):
+            self.move(MemberEvent.SWITCH, now)
+        if sight is Sight.READY and self.tracker.allows(MemberEvent.CAME_UP):
             self.move(MemberEvent.CAME_UP, now)
             self.error = ""
         return sight is Sight.FAILED

@@ -1,4 +1,4 @@
-"""What an operator does to a cluster that is up: scale, drain, restart, read a log.
+"""What an operator does to a cluster that is up: scale, drain, change a role, restart, read a log.
 
 Each asks the cluster's supervisor and waits until it is done; what was asked for stands, whoever waits.
 """
@@ -163,6 +163,41 @@ def drain(
     with operator(name, store) as (asked, _, _):
         asked.ask("drain", worker, drain_timeout)
         return asked.until(lambda report: worker not in {member.name for member in report.members}, progress, timeout)
+
+
+def change_role(
+    name: str,
+    worker: str,
+    role: str,
+    progress: Progress = silent,
+    *,
+    drain_timeout: float | None = None,
+    timeout: float = 600.0,
+    store: StateStore | None = None,
+) -> SupervisorReport:
+    """Let one worker take the other role in its process, its weights staying loaded, and wait until it serves there.
+
+    Args:
+        name: of the cluster.
+        worker: its name, which stays.
+        role: "prefill" or "decode".
+        progress: told of each step.
+        drain_timeout: seconds after which it hands back what it has not finished; None takes the cluster's own.
+        timeout: seconds to wait.
+        store: where the cluster is recorded.
+
+    Raises:
+        ConfigError: there is no such role.
+        ClusterNotFound, ClusterError: as they say; also where the worker is the last of its role.
+    """
+    with operator(name, store) as (asked, _, _):
+        asked.ask("switch", worker, role, drain_timeout)
+        wanted = (worker, role, "ready")
+        return asked.until(
+            lambda report: wanted in {(member.name, member.role, member.state) for member in report.members},
+            progress,
+            timeout,
+        )
 
 
 def restart(

@@ -13,6 +13,7 @@ import msgspec
 
 from cluster.config import ClusterConfig, Setting, SpeculationSection
 from cluster.config_file import unknown_key
+from cluster.slo_section import SLOSection
 from protocol.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from engine.config import EngineConfig
     from prefill_worker.config import PrefillConfig
     from router.config import RouterConfig
+    from router.slo.classes import SLOConfig
 
 ActorRole = Literal["router", "prefill", "decode"]
 
@@ -149,6 +151,7 @@ def router_config(order: ActorOrder, model: Path, host: str) -> RouterConfig:
         "local_prefill_tokens": config.router.local_prefill_tokens,
         "tool_format": config.router.tool_format,
         "generation_config": config.router.generation_config,
+        "slo": _slo(config.router.slo),
         "secret": order.secret,
         "incarnation": order.incarnation,
         "tracing": config.tracing.config(),
@@ -239,6 +242,17 @@ def _speculation(section: SpeculationSection) -> Speculation | None:
 
     with _at("decode.speculation"):
         return Speculation(**section.given()) if section.method is not None else None
+
+
+def _slo(section: SLOSection) -> SLOConfig:
+    from router.slo.classes import SLOClass, SLOConfig
+
+    classes = []
+    for name, each in section.classes.items():
+        with _at(f"router.slo.classes.{name}"):
+            classes.append(SLOClass(name=name, **each.given()))
+    with _at("router.slo"):
+        return SLOConfig(classes=tuple(classes), **section.given())
 
 
 def _with_limits(where: str, kind: Any, given: dict[str, Any], limits: Mapping[str, Setting]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -29,8 +29,9 @@ def config_schema() -> dict[str, Any]:
 def _sections(kind: type[msgspec.Struct]) -> Iterator[type[msgspec.Struct]]:
     yield kind
     for field in msgspec.structs.fields(kind):
-        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
-            yield from _sections(field.type)
+        for each in (field.type, *get_args(field.type)):
+            if isinstance(each, type) and issubclass(each, msgspec.Struct):
+                yield from _sections(each)
 
 
 def _describe(schema: dict[str, Any], kind: type[msgspec.Struct]) -> None:
@@ -41,6 +42,8 @@ def _describe(schema: dict[str, Any], kind: type[msgspec.Struct]) -> None:
     schema["additionalProperties"] = False
     for name, about in schema["properties"].items():
         about.setdefault("description", texts.get(name, ""))
+        if "$ref" in (each := about.get("additionalProperties") or {}):
+            about["additionalProperties"] = {"anyOf": [each, {"type": "null"}]}
         if "$ref" in about:
             # A section that is there and empty is YAML's null; what its keys default to stands in its own definition.
             reference = {"$ref": about.pop("$ref")}

@@ -65,9 +65,8 @@ def cluster_report(name: str, *, store: StateStore | None = None) -> ClusterRepo
     with connect(state.node, state.name) as ray:
         supervisor = _supervisor(ray)
         members = {member.name: member for member in supervisor.members} if supervisor.begun else {}
-        actors = tuple(
-            _explained(actor, members.get(actor.status.name)) for actor in _ask(ray, tuple(members) or state.actors)
-        )
+        names = tuple(members) or state.actors
+        actors = tuple(_explained(actor, members.get(actor.status.name)) for actor in _ask(ray, names))
     well = bool(actors) and all(actor.status.state == "ready" for actor in actors)
     word = "unfinished" if unfinished else "starting"
     if state.ready:
@@ -88,9 +87,8 @@ def _explained(actor: ActorReport, member: MemberReport | None) -> ActorReport:
     """What the supervisor knows of a process that says nothing itself."""
     if member is None or actor.status.state not in ("gone", "restarting"):
         return actor
-    return msgspec.structs.replace(
-        actor, status=msgspec.structs.replace(actor.status, state=member.state, error=member.error)
-    )
+    status = msgspec.structs.replace(actor.status, role=member.role, state=member.state, error=member.error)
+    return msgspec.structs.replace(actor, status=status)
 
 
 def _ask(ray: Any, names: tuple[str, ...]) -> tuple[ActorReport, ...]:

@@ -1,11 +1,13 @@
 """Which processes a cluster shall have, and what to do about the difference. Decides only: no Ray, no clock.
 
 Life cycle: made from a :class:`ClusterRecord`, told by :meth:`Supervision.observed` what is seen of each process and by
-:meth:`Supervision.scale`, :meth:`Supervision.drain` and :meth:`Supervision.restart` what is wanted; :meth:`tick` says
-what to do. A new one that is made from the last record that was saved goes on where the last one ended.
+:meth:`Supervision.scale`, :meth:`Supervision.drain`, :meth:`Supervision.switch` and :meth:`Supervision.restart` what is
+wanted; :meth:`tick` says what to do. A new one that is made from the last record that was saved goes on where the last
+one ended.
 
 * A member that dies is made again, with a higher incarnation, at once and then with growing pauses.
 * Too many of a role: the surplus drains. Too few: new names are taken.
+* One that is to take the other role keeps its name and its process: it drains and begins a new life there.
 * A restart replaces members one by one, in each role: a new one comes up before an old one drains. Where there is no
   room for one more, an old one drains first, as long as another serves.
 """
@@ -17,11 +19,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from cluster.config import MAX_REPLICAS, ClusterConfig
+from cluster.config import ClusterConfig
 from cluster.member import Member, MemberEvent, MemberRecord, MemberRole, MemberState, Sight
+from cluster.scale_section import MAX_REPLICAS, ScaleSection
 from protocol.errors import ClusterError, ConfigError
+from protocol.ids import Role
 
-ROLES: tuple[MemberRole, ...] = ("prefill", "decode")
+ROLES: tuple[Role, ...] = ("prefill", "decode")
 """Roles that can be scaled."""
 NO_ROOM_SECONDS = 10.0
 """A process that nobody has placed for so long finds no room."""
@@ -78,13 +82,20 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True)
+class Switch:
+    """Have a process become this member, once it has drained."""
+
+    member: MemberRecord
+
+
+@dataclass(frozen=True, slots=True)
 class Kill:
     """End a process at once."""
 
     name: str
 
 
-Instruction = Save | Create | Drain | Kill
+Instruction = Save | Create | Drain | Switch | Kill
 
 
 class Supervision:
@@ -100,6 +111,7 @@ class Supervision:
         self._members = {member.name: Member(member, since=now) for member in record.members}
         self._observed: set[str] = set()
         self._asked: set[str] = set()
+        self._switched: dict[str, int] = {}
         self._doomed: set[str] = set()
         self._saved: ClusterRecord | None = None
 
@@ -146,27 +158,79 @@ class Supervision:
         Raises:
             ClusterError: there is no such worker, or it is the last that serves in its role.
         """
-        member = self._members.get(name)
-        if member is None or member.record.role not in ROLES:
-            known = ", ".join(member.record.name for member in self.members if member.record.role in ROLES)
-            raise ClusterError(f"there is no worker {name!r} (there are: {known})")
+        member = self._worker(name)
         if member.record.leaving:
             self._leave(member, min(timeout, member.record.drain_timeout))
             self._asked.discard(name)
             return
+        self._check_others(member)
         role = member.record.role
-        others = [other for other in self._staying(role) if other is not member and other.serves]
-        if not others:
-            raise ClusterError(
-                f"{name} is the only {role} worker that serves: nothing could be answered without it; "
-                f"first: kvferry scale {role}={self._record.wanted[role] + 1}"
-            )
         self._want({**self._record.wanted, role: max(1, self._record.wanted[role] - 1)})
         self._leave(member, timeout)
+
+    def switch(self, name: str, role: str, timeout: float) -> None:
+        """Let this worker take another role in its process, and want one more of that and one less of its own.
+
+        Raises:
+            ConfigError: there is no such role.
+            ClusterError: there is no such worker, it does not serve or is the last of its role that does, or Ray has
+                set aside for it what is not what the other role asks for.
+        """
+        wanted = next((each for each in ROLES if each == role), None)
+        if wanted is None:
+            raise ConfigError(f"role must be one of {', '.join(ROLES)}, got {role!r}", field="role")
+        member = self._worker(name)
+        former = member.record.role
+        assert former != "router", "it is a worker"
+        if former == wanted and not member.record.leaving:
+            return
+        if member.record.leaving or not member.serves:
+            raise ClusterError(f"{name} does not serve now, so it cannot take another role; see: kvferry status")
+        self._check_others(member)
+        config = self._record.config
+        for field in ("cpus", "gpus", "resources"):
+            has, wants = (getattr(config.section(each), field) for each in (former, wanted))
+            if has != wants:
+                raise ClusterError(
+                    f"a {former} worker has {field} {has}, and a {wanted} worker wants {wants}: a process keeps what "
+                    f"Ray has set aside for it; use: kvferry scale"
+                )
+        counts = self._record.wanted
+        self.scale({former: max(1, counts[former] - 1), wanted: counts[wanted] + 1})
+        incarnation = self._record.incarnations + 1
+        self._record = msgspec.structs.replace(self._record, incarnations=incarnation)
+        member.record = msgspec.structs.replace(
+            member.record,
+            role=wanted,
+            incarnation=incarnation,
+            revision=self._record.revision,
+            drain_timeout=timeout,
+        )
+        member.seen = Sight.FORMER
 
     def restart(self, config: ClusterConfig) -> None:
         """Replace every worker, one by one, by one of this configuration. Counts of workers stay as they are."""
         self._record = msgspec.structs.replace(self._record, config=config, revision=self._record.revision + 1)
+
+    def rescale(self, scale: ScaleSection) -> None:
+        """Workers come and go by this from now on; those that there are stay as they are."""
+        config = msgspec.structs.replace(self._record.config, scale=scale)
+        self._record = msgspec.structs.replace(self._record, config=config)
+
+    def _worker(self, name: str) -> Member:
+        member = self._members.get(name)
+        if member is None or member.record.role not in ROLES:
+            known = ", ".join(member.record.name for member in self.members if member.record.role in ROLES)
+            raise ClusterError(f"there is no worker {name!r} (there are: {known})")
+        return member
+
+    def _check_others(self, member: Member) -> None:
+        role = member.record.role
+        if not any(other.serves for other in self._staying(role) if other is not member):
+            raise ClusterError(
+                f"{member.record.name} is the only {role} worker that serves: nothing could be answered without it; "
+                f"first: kvferry scale {role}={self._record.wanted[role] + 1}"
+            )
 
     def _want(self, wanted: dict[MemberRole, int]) -> None:
         self._record = msgspec.structs.replace(self._record, wanted=wanted)
@@ -193,6 +257,7 @@ class Supervision:
             for role in self._record.wanted:
                 self._fit(role, now)
             out += self._see_off(now)
+            out += self._turn_over(now)
             out += self._make(now)
         if self.record != self._saved:
             self._saved = self.record
@@ -249,6 +314,18 @@ class Supervision:
                 out.append(Kill(name))
         return out
 
+    def _turn_over(self, now: float) -> list[Instruction]:
+        out: list[Instruction] = []
+        for name, member in self._members.items():
+            if member.state is not MemberState.SWITCHING:
+                continue
+            if self._switched.get(name) != member.record.incarnation:
+                self._switched[name] = member.record.incarnation
+                out.append(Switch(member.record))
+            elif member.seen is Sight.FORMER and now - member.since > self._patience(member):
+                out.append(Kill(name))  # it is made again in its new role
+        return out
+
     @staticmethod
     def _patience(member: Member) -> float:
         if member.seen is Sight.PLACING:
@@ -270,8 +347,8 @@ class Supervision:
         return out
 
     def _enrol(self, role: MemberRole, now: float) -> Member:
-        taken = {member.record.index for member in self._of(role)}
-        index = next(number for number in range(len(taken) + 1) if number not in taken)
+        # Whoever took another role has kept its name.
+        index = next(number for number in range(len(self._members) + 1) if f"{role}-{number}" not in self._members)
         record = MemberRecord(name=f"{role}-{index}", role=role, revision=self._record.revision)
         self._members[record.name] = member = Member(record, since=now)
         self._observed.add(record.name)

@@ -21,11 +21,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from cluster.actors import FATAL_EXIT_STATUS, last_lines
+from cluster.autoscale.autoscaler import Autoscaler, withdraw
+from cluster.autoscale.report import AutoscaleReport
 from cluster.config import ClusterConfig
 from cluster.crew import Crew
 from cluster.member import MemberRecord
 from cluster.plan import ActorOrder, router_order, worker_order
-from cluster.supervision import ClusterRecord, Create, Drain, Instruction, Kill, Save, Supervision
+from cluster.scale_section import ScaleSection
+from cluster.supervision import ClusterRecord, Create, Drain, Instruction, Kill, Save, Supervision, Switch
 from protocol.error_info import ErrorInfo
 from protocol.errors import ClusterError, KVFerryError
 
@@ -73,7 +76,7 @@ class MemberReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name, role: of the member.
-        state: "placing", "starting", "ready", "draining", "failed" or "restarting".
+        state: "placing", "starting", "ready", "switching", "draining", "failed" or "restarting".
         stage, fraction: how far it has come up.
         error: why it failed last, or "".
         incarnation: of its present life.
@@ -109,10 +112,11 @@ class SupervisorReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a command gives: an error, or none; and the configuration where that was asked for."""
+    """What a command gives: an error, or none; and the configuration, or the autoscaler's report, where asked for."""
 
     error: ErrorInfo | None = None
     config: ClusterConfig | None = None
+    autoscale: AutoscaleReport | None = None
 
 
 class Supervisor:
@@ -127,6 +131,7 @@ class Supervisor:
         self._commands: queue.Queue[Callable[[], None]] = queue.Queue()
         self._supervision: Supervision | None = None
         self._crew = Crew(ray)
+        self._autoscaler = Autoscaler(ray)
         self._begun = threading.Lock()
         saved = self._store._internal_kv_get(store_key(self._order.name), namespace=STORE_NAMESPACE)
         if saved is not None:
@@ -154,28 +159,41 @@ class Supervisor:
 
     def drain(self, name: str, timeout: float | None) -> bytes:
         """Let a worker leave for good; None for ``timeout`` takes the cluster's own."""
+        return self._answer(lambda supervision: supervision.drain(name, _limit(supervision, timeout)))
 
-        def drain(supervision: Supervision) -> None:
-            limit = supervision.record.config.scale.drain_timeout
-            supervision.drain(name, limit if timeout is None else timeout)
-
-        return self._answer(drain)
+    def switch(self, name: str, role: str, timeout: float | None) -> bytes:
+        """Let a worker take the other role in its process; ``timeout`` as for :meth:`drain`."""
+        return self._answer(lambda supervision: supervision.switch(name, role, _limit(supervision, timeout)))
 
     def restart(self, config: bytes) -> bytes:
         """Replace every worker by one of this configuration, one by one; "null" for the one there is."""
         given = msgspec.json.decode(config, type=ClusterConfig | None)
         return self._answer(lambda supervision: supervision.restart(given or supervision.record.config))
 
+    def rescale(self, scale: bytes) -> bytes:
+        """Have workers come and go by another ``scale`` section; gives an :class:`Answer`."""
+        given = msgspec.json.decode(scale, type=ScaleSection)
+        return self._answer(lambda supervision: supervision.rescale(given))
+
+    def autoscale(self) -> bytes:
+        """An :class:`Answer` with how the autoscaler is."""
+
+        def look(supervision: Supervision) -> AutoscaleReport:
+            return self._autoscaler.report(supervision.record.config, time.monotonic())
+
+        return self._answer(look)
+
     def log(self, lines: int) -> bytes:
         """The last lines that this process has written to its error output."""
         return last_lines(lines)
 
-    def _answer(self, work: Callable[[Supervision], ClusterConfig | None]) -> bytes:
+    def _answer(self, work: Callable[[Supervision], ClusterConfig | AutoscaleReport | None]) -> bytes:
         supervision = self._supervision
         try:
             if supervision is None:
                 raise ClusterError("the cluster is still coming up")
-            answer = Answer(config=self._in_turn(lambda: work(supervision)))
+            found = self._in_turn(lambda: work(supervision))
+            answer = Answer(autoscale=found) if isinstance(found, AutoscaleReport) else Answer(config=found)
         except KVFerryError as error:
             answer = Answer(error=ErrorInfo.of(error))
         return msgspec.json.encode(answer)
@@ -211,11 +229,11 @@ class Supervisor:
 
     def _turn(self) -> None:
         assert self._supervision is not None
-        names = [member.record.name for member in self._supervision.members]
-        for name, sight, error in self._crew.look(names):
+        for name, sight, error in self._crew.look([member.record for member in self._supervision.members]):
             self._supervision.observed(name, sight, time.monotonic(), error)
         for instruction in self._supervision.tick(time.monotonic()):
             self._carry_out(instruction)
+        self._autoscaler.turn(self._supervision, time.monotonic())
         next_look = time.monotonic() + LOOK_SECONDS
         while (left := next_look - time.monotonic()) > 0:
             try:
@@ -233,6 +251,10 @@ class Supervisor:
                 self._crew.create(self._order.order(member, self._supervision.record.config))
             case Drain(name, timeout):
                 self._crew.drain(name, timeout)
+            case Switch(member):
+                assert self._supervision is not None
+                order = self._order.order(member, self._supervision.record.config)
+                self._crew.switch(order, member.drain_timeout)
             case Kill(name):
                 self._crew.kill(name)
 
@@ -243,7 +265,8 @@ class Supervisor:
         for member in self._supervision.members:
             status = self._crew.statuses.get(member.record.name)
             state = member.state.value if member.record.leaving else member.seen.value
-            words = {"absent": "restarting", "leaving": "draining", "missing": "draining", "gone": "draining"}
+            words = {"absent": "restarting", "former": "switching"}
+            words |= dict.fromkeys(("leaving", "missing", "gone"), "draining")
             members.append(
                 MemberReport(
                     name=member.record.name,
@@ -263,6 +286,10 @@ class Supervisor:
             members=tuple(members),
             pid=os.getpid(),
         )
+
+
+def _limit(supervision: Supervision, timeout: float | None) -> float:
+    return supervision.record.config.scale.drain_timeout if timeout is None else timeout
 
 
 def store_key(cluster: str) -> bytes:
@@ -291,4 +318,7 @@ def remove_record(cluster: str) -> None:
     """Forget the record of a cluster that is down; the calling process is connected to its Ray cluster."""
     from ray.experimental import internal_kv
 
+    saved = internal_kv._internal_kv_get(store_key(cluster), namespace=STORE_NAMESPACE)
+    if saved is not None and (config := msgspec.json.decode(saved, type=ClusterRecord).config).scale.auto.enabled:
+        withdraw(config)
     internal_kv._internal_kv_del(store_key(cluster), namespace=STORE_NAMESPACE)

@@ -57,6 +57,7 @@ class Counters:
             step_age=step_watch.age,
             step_fixed=stepper.pace.fixed,
             step_per_token=stepper.pace.per_token,
+            step_mean_tokens=stepper.pace.mean_tokens,
             step_gaps=stepper.gaps.histogram(),
             prefill_tokens=local_prefill.tokens,
             cached_tokens=self.cached_tokens,

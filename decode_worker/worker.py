@@ -32,6 +32,7 @@ from decode_worker.step import chunks_of
 from decode_worker.swaps import PATIENCE, Swaps
 from decode_worker.trace import watch
 from engine.block_pool import BlockPool
+from engine.engine import Engine
 from engine.pool_watch import PoolWatch
 from engine.step_watch import StepWatch
 from protocol.curve import CurveKeys
@@ -65,7 +66,7 @@ logger = logging.getLogger(__name__)
 
 
 class DecodeWorker:
-    """One decode process.
+    """One decode process, on ``engine``, or on one that ends with it.
 
     Attributes:
         me: name and incarnation.
@@ -73,11 +74,12 @@ class DecodeWorker:
         ready: whether it serves.
     """
 
-    def __init__(self, config: DecodeConfig) -> None:
+    def __init__(self, config: DecodeConfig, engine: Engine | None = None) -> None:
         self.config = config
         self.me = Peer(config.name, config.incarnation or time.time_ns())
         self.ready = False
         self.profile: WorkerProfile | None = None
+        self._engine = engine or Engine()
         self._loops = Loops()
         self._forks = ForkBook()
         self._wake = asyncio.Event()
@@ -98,10 +100,8 @@ class DecodeWorker:
         self.ready = True
 
     async def _acquire(self, resources: AsyncExitStack, progress: Callable[[str, float], None] | None) -> None:
-        from engine.stepper import Stepper
-
-        self._stepper = await Stepper.load(self.config.engine, progress)
-        resources.callback(self._stepper.close)
+        self._stepper = await self._engine.load(self.config.engine, progress)
+        resources.callback(self._engine.leave)
         if progress is not None:
             progress("sockets", 0.0)
         runner, settings = self._stepper.runner, self._stepper.runner.config
@@ -160,6 +160,7 @@ class DecodeWorker:
             num_blocks=runner.num_blocks,
             kv_addresses=reception.receiver.addresses,
             prefills=self.config.local_prefill,
+            max_sequences=settings.max_sequences,
             device=str(runner.device),
             pid=os.getpid(),
         )

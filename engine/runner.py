@@ -1,17 +1,18 @@
 """Loads a model and runs its forward steps.
 
-Life cycle: :meth:`ModelRunner.load`, :meth:`ModelRunner.warm_up` once, :meth:`ModelRunner.execute` per step. Blocking,
-and for one thread at a time; which blocks a chunk may name is the caller's business.
+Life cycle: :meth:`ModelRunner.load`, :meth:`ModelRunner.warm_up` once, :meth:`ModelRunner.execute` per step, and at the
+end maybe :meth:`ModelRunner.adapted`, which hands its weights on. Blocking, and for one thread at a time; which blocks
+a chunk may name is the caller's business.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
-import psutil
 import torch
 
 from engine.attention import create_backend
@@ -25,7 +26,6 @@ from engine.grammar import Grammars
 from engine.graph_batches import default_batches
 from engine.host_link import upload
 from engine.kv_cache import TORCH_DTYPES, KVCache
-from engine.kv_scales import cache_scales
 from engine.layer_watch import LayerWatch
 from engine.logit_rules import Row
 from engine.models import family
@@ -33,16 +33,20 @@ from engine.models.config import ModelConfig
 from engine.models.model import Model, OnLayer
 from engine.models.tying import as_stored
 from engine.native.library import kernels_for
-from engine.pool_memory import PoolMemory
 from engine.prompt_logprobs import tell
 from engine.recorder import CudaRecorder, Recorder
+from engine.resolution import (
+    pool_blocks,
+    resolve_device,
+    resolve_dtype,
+    resolve_layout,
+    resolve_max_model_len,
+)
 from engine.sampler import sample
 from engine.tape_recorder import TapeRecorder
-from protocol.errors import ConfigError, EngineFailure
-from protocol.layout import PADDING_BLOCK, CacheDtype, FloatDtype, KVLayout
+from protocol.errors import EngineFailure
+from protocol.layout import PADDING_BLOCK
 from protocol.sampling import SamplingParams
-
-_BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16")
 
 
 class ModelRunner:
@@ -77,6 +81,7 @@ class ModelRunner:
         self._model = model
         self._backend = backend
         self._graphs: DecodeGraphs | None = None
+        self._warm = False
         self._limits = BatchLimits(
             block_size=self.layout.block_size,
             num_blocks=self.num_blocks,
@@ -107,16 +112,7 @@ class ModelRunner:
         max_model_len = resolve_max_model_len(config, model_config, blocks)
         device = resolve_device(config.device)
         dtype = resolve_dtype(config, device)
-        cache_dtype = resolve_cache_dtype(config, dtype)
-        layout = KVLayout(
-            num_layers=model_config.num_layers,
-            kv_heads=model_config.kv_heads,
-            head_dim=model_config.head_dim,
-            block_size=config.block_size,
-            dtype=cache_dtype,
-            order=config.order,
-            scales=cache_scales(directory, model_config.num_layers, cache_dtype),
-        )
+        layout = resolve_layout(config, model_config, dtype)
         report = progress or silent
         report("kernels", 0.0)
         backend = create_backend(config.attention, layout, device, TORCH_DTYPES[dtype])
@@ -131,6 +127,47 @@ class ModelRunner:
             resolve_max_model_len(config, model_config, num_blocks)
             cache = KVCache(layout, num_blocks, device)
         return cls(config, model_config, model, backend, cache)
+
+    def adapted(self, config: EngineConfig, progress: Progress | None = None) -> ModelRunner | None:
+        """A runner by other settings over the same weights, and over the same cache where its geometry stays.
+
+        None where the weights have to be loaded anew. Either way this one is void, and what is not handed on is given
+        back; only where no setting differs the runner is this one itself.
+
+        Raises:
+            ConfigError, EngineFailure: as :meth:`load`; nothing is handed on then.
+        """
+        if config == self.config:
+            return self
+        device = resolve_device(config.device)
+        dtype = resolve_dtype(config, device)
+        model, self._graphs = self._model, None
+        if (config.model, device, TORCH_DTYPES[dtype]) != (self.config.model, self.device, self._backend.dtype):
+            del self.cache, self._model, model
+            _give_back(device)
+            return None
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        report = progress or silent
+        report("pool", 0.0)
+        layout = resolve_layout(config, self.model_config, dtype)
+        backend = create_backend(config.attention, layout, device, TORCH_DTYPES[dtype])
+        with _mapped("making another pool"):
+            if (layout, config.num_blocks, config.pool_memory) == (
+                self.layout,
+                self.config.num_blocks,
+                self.config.pool_memory,
+            ):
+                cache = self.cache
+            else:
+                # The old one first: there may be no room for both.
+                del self.cache
+                _give_back(device)
+                cache = KVCache(layout, pool_blocks(config, layout, device), device)
+            model.serve(resolve_max_model_len(config, self.model_config, cache.num_blocks))
+        heir = ModelRunner(config, self.model_config, model, backend, cache)
+        heir.grammars = self.grammars
+        return heir
 
     def execute(self, chunks: Sequence[Chunk], watch: LayerWatch | None = None) -> list[Draw | None]:
         """One forward step of all ``chunks``; stores their K and V, on a GPU in the order that ``copies`` keeps.
@@ -235,7 +272,7 @@ class ModelRunner:
     def warm_up(self, *, decodes: bool = True) -> None:
         """Run the largest prompt chunk and a full batch of decodes, in the padding block; no other block changes.
 
-        Reads the tokenizer, too, for the grammars.
+        Reads the tokenizer, too, for the grammars. What has been done once is not done again.
 
         Args:
             decodes: whether there will be steps of decodes alone; they are captured then, where that pays.
@@ -243,11 +280,13 @@ class ModelRunner:
         count = min(self.config.max_batch_tokens, self.max_model_len)
         table = [PADDING_BLOCK] * self.layout.blocks_for(count)
         greedy = SamplingParams(temperature=0.0)
-        self.execute([Chunk([0] * count, 0, table, greedy)])
-        self.execute([Chunk([0], 0, table, greedy)] * self.config.max_sequences)
-        if decodes and self.config.cuda_graphs == "auto" and (recorder := self._recorder()):
+        if not self._warm:
+            self.execute([Chunk([0] * count, 0, table, greedy)])
+            self.execute([Chunk([0], 0, table, greedy)] * self.config.max_sequences)
+            self.grammars.warm_up()
+            self._warm = True
+        if decodes and self._graphs is None and self.config.cuda_graphs == "auto" and (recorder := self._recorder()):
             self.capture_decodes(recorder)
-        self.grammars.warm_up()
 
     def _recorder(self) -> Recorder | None:
         """What records steps of decodes on this device; None where nothing would be gained."""
@@ -282,68 +321,8 @@ def _mapped(what: str) -> Iterator[None]:
         raise EngineFailure(f"{what} failed: {error}") from error
 
 
-def resolve_device(name: str) -> torch.device:
-    """The device that ``name`` stands for.
-
-    Raises:
-        ConfigError: this process has no such device.
-    """
-    available = torch.cuda.is_available()
-    if name == "auto":
-        return torch.device("cuda:0" if available else "cpu")
-    device = torch.device(name)
+def _give_back(device: torch.device) -> None:
+    """What was let go of is free to be allocated anew, though whoever had it held itself in cycles."""
+    gc.collect()
     if device.type == "cuda":
-        if not available or (device.index or 0) >= torch.cuda.device_count():
-            raise ConfigError(f"device {name!r} is not there", field="device")
-        return torch.device("cuda", device.index or 0)
-    return device
-
-
-def resolve_dtype(config: EngineConfig, device: torch.device) -> FloatDtype:
-    """The element type of weights and activations that ``config.dtype`` stands for on ``device``."""
-    if config.dtype != "auto":
-        return config.dtype
-    if device.type == "cuda":
-        return "bfloat16"
-    capabilities = torch.cpu.get_capabilities()
-    return "bfloat16" if any(capabilities.get(name) for name in _BF16_INSTRUCTIONS) else "float32"
-
-
-def resolve_cache_dtype(config: EngineConfig, dtype: FloatDtype) -> CacheDtype:
-    """The element type of the cache that ``config.kv_cache_dtype`` stands for where ``dtype`` is computed in."""
-    return dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-
-
-def pool_blocks(config: EngineConfig, layout: KVLayout, device: torch.device) -> int:
-    """Blocks of the pool, by number or by memory.
-
-    Raises:
-        ConfigError: ``pool_memory`` is too little for a pool, or more than ``device`` has free.
-    """
-    if config.pool_memory is None:
-        return config.num_blocks
-    on_gpu = device.type == "cuda"
-    free = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
-    return PoolMemory.parse(config.pool_memory).blocks(layout, free)
-
-
-def resolve_max_model_len(config: EngineConfig, model_config: ModelConfig, num_blocks: int | None) -> int:
-    """Tokens of one sequence at most.
-
-    Args:
-        config: what is asked for.
-        model_config: what the model knows.
-        num_blocks: of the pool; None where that is not known yet.
-
-    Raises:
-        ConfigError: ``config`` asks for more than the model knows positions for, or than the pool holds.
-    """
-    held = model_config.max_positions if num_blocks is None else config.longest(num_blocks)
-    if config.max_model_len is None:
-        return min(model_config.max_positions, held)
-    if config.max_model_len > model_config.max_positions:
-        raise ConfigError(
-            f"max_model_len {config.max_model_len} is above the model's {model_config.max_positions} positions",
-            field="max_model_len",
-        )
-    return config.max_model_len
+        torch.cuda.empty_cache()

@@ -38,6 +38,11 @@ class StepPace:
         self._products = DECAY * self._products + tokens * seconds
 
     @property
+    def mean_tokens(self) -> float:
+        """Tokens of a step in the mean, lately; the line goes through them. 0 before the first."""
+        return self._tokens / self._weight if self._weight else 0.0
+
+    @property
     def per_token(self) -> float:
         """Seconds that a token adds to a step; 0 before the first. Half of all where steps are all alike."""
         if not self._tokens:

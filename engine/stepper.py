@@ -1,7 +1,8 @@
 """One thread that runs forward steps, awaited from the event loop.
 
-Life cycle: :meth:`Stepper.load`, :meth:`Stepper.execute` one call at a time, :meth:`Stepper.close` once. Block tables,
-pools and queues stay with the event loop's thread; only tensors are touched here.
+Life cycle: :meth:`Stepper.load`, :meth:`Stepper.execute` one call at a time, and either :meth:`Stepper.close` once, or
+another one is loaded that takes over its thread and its weights. Block tables, pools and queues stay with the event
+loop's thread; only tensors are touched here.
 """
 
 from __future__ import annotations
@@ -45,21 +46,35 @@ class Stepper:
         self._left: float | None = None
 
     @classmethod
-    async def load(cls, config: EngineConfig, progress: Progress | None = None, *, decodes: bool = True) -> Stepper:
+    async def load(
+        cls,
+        config: EngineConfig,
+        progress: Progress | None = None,
+        *,
+        decodes: bool = True,
+        former: Stepper | None = None,
+    ) -> Stepper:
         """Load and warm up a model, in the thread that will run its steps.
 
         Args:
             config: of the engine.
             progress: called with a stage's name and the fraction done; from that thread, or from here while it rests.
             decodes: whether there will be steps of decodes alone; see :meth:`ModelRunner.warm_up`.
+            former: whose thread is taken over, and of whose model what serves ``config``; void from then on.
 
         Raises:
             ModelError, ConfigError, EngineFailure: as :meth:`ModelRunner.load`.
         """
         loop = asyncio.get_running_loop()
-        executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+        executor = (
+            ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine") if former is None else former._executor
+        )
         try:
-            runner = await loop.run_in_executor(executor, ModelRunner.load, config, progress)
+            runner = None
+            if former is not None:
+                runner = await loop.run_in_executor(executor, former.runner.adapted, config, progress)
+            if runner is None:
+                runner = await loop.run_in_executor(executor, ModelRunner.load, config, progress)
             if progress is not None:
                 progress("warm-up", 0.0)
             await loop.run_in_executor(executor, partial(runner.warm_up, decodes=decodes))
@@ -110,6 +125,10 @@ class Stepper:
             return self.runner.execute(chunks, watch)
         finally:
             self._left = time.monotonic()
+
+    def finish(self) -> None:
+        """Wait for the step under way."""
+        self._executor.submit(int).result()
 
     def close(self) -> None:
         """Wait for the step under way and end the thread."""

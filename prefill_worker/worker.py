@@ -19,6 +19,7 @@ import zmq.asyncio
 from engine.batch import Draw
 from engine.block_pool import BlockPool
 from engine.device_pool import DevicePool
+from engine.engine import Engine
 from engine.first_tokens import FirstTokens
 from engine.layer_watch import LayerWatch
 from engine.pool_watch import PoolWatch
@@ -50,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 class PrefillWorker:
-    """One prefill process.
+    """One prefill process, on ``engine``, or on one that ends with it.
 
     Attributes:
         me: name and incarnation.
@@ -58,11 +59,12 @@ class PrefillWorker:
         ready: whether it serves.
     """
 
-    def __init__(self, config: PrefillConfig) -> None:
+    def __init__(self, config: PrefillConfig, engine: Engine | None = None) -> None:
         self.config = config
         self.me = Peer(config.name, config.incarnation or time.time_ns())
         self.ready = False
         self.profile: WorkerProfile | None = None
+        self._engine = engine or Engine()
         self._loops = Loops()
         self._wake = asyncio.Event()
         self._routers: dict[RequestKey, Peer] = {}
@@ -85,10 +87,8 @@ class PrefillWorker:
         self.ready = True
 
     async def _acquire(self, resources: AsyncExitStack, progress: Callable[[str, float], None] | None) -> None:
-        from engine.stepper import Stepper
-
-        self._stepper = await Stepper.load(self.config.engine, progress, decodes=False)
-        resources.callback(self._stepper.close)
+        self._stepper = await self._engine.load(self.config.engine, progress, decodes=False)
+        resources.callback(self._engine.leave)
         if progress is not None:
             progress("sockets", 0.0)
         runner, settings = self._stepper.runner, self._stepper.runner.config
@@ -191,6 +191,7 @@ class PrefillWorker:
             step_age=self._step_watch.age,
             step_fixed=self._stepper.pace.fixed,
             step_per_token=self._stepper.pace.per_token,
+            step_mean_tokens=self._stepper.pace.mean_tokens,
             step_gaps=self._stepper.gaps.histogram(),
             prefill_tokens=self._prefill_tokens,
             cached_tokens=self._cached_tokens,

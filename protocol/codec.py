@@ -14,7 +14,8 @@ History of the wire:
 * 3 -- ``WorkerProfile.prefills``, and ``Prefill`` to decode workers that have it; ``WorkerLoad.step_gaps``;
   ``KVFollow``, ``KVEvents``, ``KVSnapshot`` and ``Heartbeat.kv_sequence``: routers know what workers have cached;
   ``WorkerLoad.step_fixed`` and ``step_per_token``, ``WorkerProfile.step_tokens``.
-* 4 -- ``Prefill.traceparent``, ``Reserve.traceparent``, ``WorkerLoad.spans_exported`` and ``spans_dropped``.
+* 4 -- ``Prefill.traceparent``, ``Reserve.traceparent``, ``WorkerLoad.spans_exported`` and ``spans_dropped``;
+  ``WorkerProfile.max_sequences``; ``WorkerLoad.step_mean_tokens``.
 """
 
 from __future__ import annotations

@@ -65,6 +65,7 @@ class WorkerProfile(msgspec.Struct, frozen=True, kw_only=True):
         pid: of its process.
         step_tokens: that a step of it takes at most; 0 where that is not told.
         prefills: whether it computes prompts beside its decode steps when it is sent a Prefill (decode only).
+        max_sequences: that a step of it takes at most; 0 where that is not told.
     """
 
     role: Role
@@ -79,6 +80,7 @@ class WorkerProfile(msgspec.Struct, frozen=True, kw_only=True):
     pid: Count = 0
     step_tokens: Count = 0
     prefills: bool = False
+    max_sequences: Count = 0
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,6 +108,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
         draft_tokens, accepted_tokens: guessed ahead of the model, and found right by it (decode).
         step_gaps: seconds from the end of a step to the begin of the next, while there was work.
         spans_exported, spans_dropped: of traces, that a collector has taken, and that were lost.
+        step_mean_tokens: of a step in the mean, lately: ``step_fixed`` and ``step_per_token`` say most of such a one.
     """
 
     pool: PoolCounts
@@ -139,6 +142,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     step_gaps: Histogram = Histogram()
     spans_exported: Count = 0
     spans_dropped: Count = 0
+    step_mean_tokens: Annotated[float, msgspec.Meta(ge=0.0, le=1e9)] = 0.0
 
     def __post_init__(self) -> None:
         if not self.step_gaps.fits(SECONDS):

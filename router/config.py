@@ -13,6 +13,7 @@ from protocol.tracing.config import TracingConfig
 from router.local_prefill import LOCAL_PREFILLS, LocalPrefill
 from router.policy import POLICIES
 from router.sampling_defaults import GENERATION_CONFIGS, GenerationConfig
+from router.slo.classes import SLOConfig
 from router.tool_format import TOOL_FORMATS, ToolFormat
 
 
@@ -32,7 +33,7 @@ class RouterConfig:
         ttft_target: a new request is refused when no worker is predicted to give its first token within this, unless it
             brings a ``ttft_target`` of its own; 0 refuses none.
         local_prefill: when a decode worker computes a prompt itself: "never", as a "fallback" while there is no prefill
-            worker, then and for "short" prompts, or "always".
+            worker, then and for "short" prompts, then and where it is predicted to be faster ("auto"), or "always".
         local_prefill_tokens: a prompt of at most so many tokens is short.
         worker_timeout: a worker that sends no heartbeat this long is lost.
         step_age_bound: a worker whose step loop has not come round this long is lost.
@@ -55,6 +56,7 @@ class RouterConfig:
         tls_certificate, tls_key: files, in PEM, with which clients are spoken to by TLS; both or neither.
         tool_format: how the model writes calls of tools, a name in ``router.tool_format.TOOL_FORMATS``.
         generation_config: "auto" takes the sampling defaults that the model was published with, "none" neutral ones.
+        slo: classes of requests, and what they are promised.
         secret: what every worker must know; "" hears everybody.
         incarnation: of this life of the name, higher than that of the life before; 0 takes the clock.
         public: listen on an address that is not this machine's own though there are no keys.
@@ -99,6 +101,7 @@ class RouterConfig:
     tls_key: str = ""
     tool_format: ToolFormat = "auto"
     generation_config: GenerationConfig = "auto"
+    slo: SLOConfig = dataclasses.field(default_factory=SLOConfig)
     secret: str = dataclasses.field(default="", repr=False)
     incarnation: int = 0
     tracing: TracingConfig | None = None

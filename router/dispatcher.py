@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import ParamSpec
 
-from protocol.errors import InvariantViolation, KVFerryError, NoWorkerAvailable, Overloaded, TargetOutOfReach
-from protocol.ids import Peer, RequestKey, new_request_id
+from protocol.errors import InvariantViolation, KVFerryError, NoWorkerAvailable, TargetOutOfReach
+from protocol.ids import Peer, RequestKey
 from protocol.kv_events import KVEvents, KVFollow, KVSnapshot
 from protocol.messages import (
     Cancel,
@@ -27,7 +27,7 @@ from protocol.messages import (
 )
 from router.breaker import Breakers
 from router.forks import check_alike, fold
-from router.front.generation import Generation, GenerationReport
+from router.front.generation import EndReason, Generation, GenerationReport
 from router.instructions import (
     Blame,
     Emit,
@@ -47,9 +47,10 @@ from router.placer import Placer
 from router.policy import Demand, Placement
 from router.prompt_chain import PromptChains
 from router.registry import WorkerEvent, WorkerJoined, WorkerRegistry
-from router.request import RequestMachine
 from router.request_limits import RequestLimits
 from router.request_table import RequestState
+from router.slo.admission import Admit
+from router.slo.desk import Desk
 
 _log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -62,8 +63,7 @@ class Dispatcher:
         model: served name.
         placer: chooses the workers.
         limits: on each request.
-        max_requests: live at once.
-        ttft_target: of requests that bring none; 0 for none.
+        desk: lets requests in.
         registry: of the workers.
         breakers: of the workers.
         metrics: counts what happens.
@@ -76,8 +76,7 @@ class Dispatcher:
         model: str,
         placer: Placer,
         limits: RequestLimits,
-        max_requests: int,
-        ttft_target: float,
+        desk: Desk,
         registry: WorkerRegistry,
         breakers: Breakers,
         metrics: RouterMetrics,
@@ -86,8 +85,7 @@ class Dispatcher:
         self._model = model
         self._placer = placer
         self._limits = limits
-        self._max_requests = max_requests
-        self._ttft_target = ttft_target
+        self._desk = desk
         self._registry = registry
         self._breakers = breakers
         self._metrics = metrics
@@ -100,9 +98,9 @@ class Dispatcher:
         self._deadline = float("inf")
 
     @property
-    def live_requests(self) -> int:
-        """How many requests are under way."""
-        return len(self._live)
+    def live_requests(self) -> Collection[LiveRequest]:
+        """The requests that are under way."""
+        return self._live.values()
 
     @property
     def deadline(self) -> float:
@@ -116,9 +114,7 @@ class Dispatcher:
             InvalidRequest: it can never be served; names the field.
             Overloaded: too many requests are live.
         """
-        (live,) = self._let_in((generation,))
-        self._advance(live, live.machine.submit(now), now)
-        return live
+        return self.admit_together((generation,), now)[0]
 
     def admit_together(self, generations: Sequence[Generation], now: float) -> list[LiveRequest]:
         """Let in requests that continue one prompt, and start their first attempts as one: one prefill, one handoff.
@@ -133,58 +129,55 @@ class Dispatcher:
         check_alike(generations)
         together = self._let_in(generations)
         wishes = [wish for live in together for wish in live.machine.submit(now) if isinstance(wish, NeedPlacement)]
-        try:
-            placement = self._choose(together[0], wishes[0], now, len(together))
-        except (NoWorkerAvailable, TargetOutOfReach) as error:
-            for live in together:
-                self._unplaced(live, error, now)
-            return together
-        opened = [live.machine.placed(placement, now) for live in together]
         for live in together:
-            live.placement = placement
             self._note_deadline(live)
-        self._advance(together[0], fold(opened), now)
+        self._desk.arrive(together, wishes[0], now)
+        self._let_on(now)
         return together
 
+    def _let_on(self, now: float) -> None:
+        """Start those whose turn it is, and refuse those whose turn would come too late."""
+        for step in self._desk.steps(now):
+            group = step.ticket.payload
+            if isinstance(step, Admit):
+                self._place(group.open, group.wish, now, step.full)
+            else:
+                self._refuse(group.open, step.error, now)
+
+    def _refuse(self, group: list[LiveRequest], error: KVFerryError, now: float) -> None:
+        for live in group:
+            self._advance(live, live.machine.abandon(error, now), now)
+
     def _let_in(self, generations: Sequence[Generation]) -> list[LiveRequest]:
-        live = len(self._live)
-        if live + len(generations) > self._max_requests:
-            raise Overloaded(
-                f"{live} requests are under way and {len(generations)} more asked for, "
-                f"the bound is {self._max_requests}"
-            )
-        fresh = [
-            LiveRequest(
-                RequestMachine(new_request_id(), each, self._limits),
-                each,
-                PromptChains(each.token_ids, each.cache_salt),
-            )
-            for each in generations
-        ]
+        self._desk.check_room(len(self._live), generations)
+        fresh = [LiveRequest.of(each, self._limits) for each in generations]
         for each, generation in zip(fresh, generations, strict=True):
             self._live[each.machine.request_id] = each
             self._metrics.prompt_tokens.inc(len(generation.token_ids))
         return fresh
 
-    def cancel(self, live: LiveRequest, now: float) -> None:
-        """The reader left; nothing happens when the request has ended."""
-        if live.machine.ended:
+    def cancel(self, live: LiveRequest, now: float, reason: EndReason | None = None) -> None:
+        """The reader left, or for a ``reason`` has all it wants; nothing happens when the request has ended."""
+        if (machine := live.machine).ended:
             return
-        self._metrics.ended("cancelled", "request_cancelled")
-        self._metrics.paced(live.machine.timeline, live.machine.emitted, now)
-        self._advance(live, live.machine.cancel(now), now)
+        if reason is None:
+            self._metrics.cancelled(machine.timeline, machine.emitted, now)
+            self._advance(live, machine.cancel(now), now)
+        else:
+            self._metrics.finished(reason, machine.timeline, machine.emitted, now)
+            self._advance(live, machine.satisfied(now), now)
 
     def abandon_all(self, error: KVFerryError, now: float) -> int:
         """Fail every live request; returns how many there were."""
         everything = list(self._live.values())
-        for live in everything:
-            self._advance(live, live.machine.abandon(error, now), now)
+        self._refuse(everything, error, now)
         return len(everything)
 
     def receive(self, identity: bytes, envelope: Envelope, now: float) -> bool:
         """Take in one message from a worker; False when workers have no business sending it."""
         match envelope.body:
             case Heartbeat() as beat:
+                self._desk.stirred = True
                 self._workers_changed(self._registry.heartbeat(envelope.sender, identity, beat, now), now)
                 self._follow(identity, self._placer.heartbeat(envelope.sender, beat.kv_sequence, now))
             case KVEvents() | KVSnapshot():
@@ -203,6 +196,8 @@ class Dispatcher:
                     self._guarded(live, now, live.machine.failed, envelope.sender, failed, now)
             case _:
                 return False
+        if self._desk.stirred:
+            self._let_on(now)
         return True
 
     def renewed(self, identity: bytes, now: float) -> None:
@@ -216,6 +211,8 @@ class Dispatcher:
     def tick(self, now: float) -> None:
         """Time passed."""
         self._workers_changed(self._registry.tick(now), now)
+        self._desk.tick(now)
+        self._let_on(now)
         if now < self._deadline:
             return
         self._deadline = float("inf")
@@ -252,7 +249,8 @@ class Dispatcher:
             everything = list(self._live.values())
             if isinstance(event, WorkerJoined):
                 if not event.returned:
-                    self._report_mismatches(event.peer)
+                    for complaint in complaints(event.peer, self._registry.workers(), self._model):
+                        _log.warning("%s", complaint)
                 self._breakers.keep(worker.peer.name for worker in self._registry.workers())
                 for live in everything:
                     self._advance(live, live.machine.workers_changed(now), now)
@@ -261,12 +259,6 @@ class Dispatcher:
                 self._blame(frozenset({event.peer}), event.reason, now)
                 for live in everything:
                     self._advance(live, live.machine.worker_lost(event.peer, event.reason, now), now)
-
-    def _report_mismatches(self, peer: Peer) -> None:
-        joined = self._registry.find(peer)
-        assert joined is not None, "it joined just now"
-        for complaint in complaints(joined, self._registry.workers(), self._model):
-            _log.warning("%s", complaint)
 
     def _guarded(
         self, live: LiveRequest, now: float, event: Callable[P, list[Instruction]], *args: P.args, **kwargs: P.kwargs
@@ -301,7 +293,7 @@ class Dispatcher:
                 self._emit(live, instruction, now)
             case NeedPlacement() as instruction:
                 if machine.state is RequestState.QUEUED:
-                    self._place(live, instruction, now)
+                    self._place([live], instruction, now)
             case SendReserve(peer, message) | SendPrefill(peer, message):
                 # An attempt that ended while its messages waited here is not opened any more.
                 if machine.key == message.key and not machine.ended and not self._send_to(peer, message):
@@ -313,8 +305,7 @@ class Dispatcher:
             case Blame(peers, cause):
                 self._blame(peers, cause.message, now)
             case Retry(cause, attempt):
-                if live.decision is not None:
-                    self._placer.release(live.decision)
+                live.over(self._placer, now)
                 self._metrics.retries.labels(cause.code).inc()
                 _log.info("request %s (%s): attempt %d follows: %s", machine.key, name, attempt, cause.message)
             case Fail(error):
@@ -330,26 +321,36 @@ class Dispatcher:
         worker = self._registry.find(peer)
         return worker is not None and self._send(worker.identity, message)
 
-    def _place(self, live: LiveRequest, wish: NeedPlacement, now: float) -> None:
-        try:
-            placement = self._choose(live, wish, now)
-        except (NoWorkerAvailable, TargetOutOfReach) as error:
-            self._unplaced(live, error, now)
+    def _place(
+        self, group: list[LiveRequest], wish: NeedPlacement, now: float, full: frozenset[Peer] = frozenset()
+    ) -> None:
+        """Start requests as one; where there are no workers each waits, and starts, by itself."""
+        if not group:
             return
-        live.placement = placement
-        self._advance(live, live.machine.placed(placement, now), now)
+        try:
+            placement = self._choose(group, wish, now, full)
+        except NoWorkerAvailable as error:
+            for live in group:
+                self._advance(live, live.machine.unplaced(error, now), now)
+            return
+        except TargetOutOfReach as error:
+            self._desk.unplaced(group)
+            self._refuse(group, error, now)
+            return
+        for live in group:
+            live.placement = placement
+        self._advance(group[0], fold([live.machine.placed(placement, now) for live in group]), now)
+        for live in group[1:]:
+            self._note_deadline(live)
 
-    def _unplaced(self, live: LiveRequest, error: NoWorkerAvailable | TargetOutOfReach, now: float) -> None:
-        """Workers may come, and it waits for them; a target that is out of reach stays so."""
-        if isinstance(error, TargetOutOfReach):
-            self._advance(live, live.machine.abandon(error, now), now)
-        else:
-            self._advance(live, live.machine.unplaced(error, now), now)
-
-    def _choose(self, live: LiveRequest, wish: NeedPlacement, now: float, sequences: int = 1) -> Placement:
-        demand = live.demand(wish, self._turn, self._ttft_target, self._breakers.barred(now), sequences)
-        placement, live.decision = self._placer.place(live.chains, demand, live.machine.key, now)
-        self._placer.explanations.keep(live.generation.name or live.machine.request_id, live.decision)
+    def _choose(self, group: list[LiveRequest], wish: NeedPlacement, now: float, full: frozenset[Peer]) -> Placement:
+        live, barred, left = group[0], self._breakers.barred(now), self._desk.left(group[0], now)
+        demand = live.demand(wish, turn=self._turn, ttft_target=left, full=full, barred=barred, sequences=len(group))
+        placement, decision = self._placer.place(live.chains, demand, live.machine.key, now)
+        self._placer.explanations.keep(live.generation.name or live.machine.request_id, decision)
+        self._desk.placed(group, decision)
+        for each in group:
+            each.decided(decision)
         self._turn += 1
         for peer in placement.peers:
             self._breakers.chosen(peer, now)
@@ -374,15 +375,14 @@ class Dispatcher:
             report = machine.timeline.report(machine.request_id, machine.attempt + 1, now)
             metrics.reached(emit.stage, report, first=not live.answered)
             if emit.stage is Stage.PREFILLED and live.decision is not None:
+                self._desk.stirred = True
                 metrics.foretold(live.decision, self._placer.first_token(live.decision, now))
             live.answered = True
             self._credit(live.placement, emit.stage, now)
         live.mailbox.put(emit.token_ids, emit.finish_reason, report, emit.logprobs, emit.prompt_logprobs)
         metrics.output_tokens.inc(len(emit.token_ids))
         if emit.finish_reason is not None:
-            metrics.ended("finished", emit.finish_reason)
-            metrics.paced(machine.timeline, machine.emitted, now)
-            metrics.e2e.observe(now - machine.timeline.submitted)
+            metrics.finished(emit.finish_reason, machine.timeline, machine.emitted, now)
 
     def _note_deadline(self, live: LiveRequest) -> None:
         if not live.machine.ended:
@@ -391,9 +391,10 @@ class Dispatcher:
     def _forget(self, live: LiveRequest, now: float) -> None:
         machine = live.machine
         first = machine.timeline.first_token
-        if self._live.pop(machine.request_id, None) is None or live.decision is None:
+        if self._live.pop(machine.request_id, None) is None:
             return
-        self._placer.release(live.decision)
+        self._desk.forget(live)
         # Where several attempts gave the tokens, none of them tells of a worker.
-        if first is not None and not machine.attempt:
-            self._placer.ended(live.decision, machine.emitted, now - first, now)
+        if live.decision is not None and first is not None and not machine.attempt:
+            self._placer.ended(live.decision, machine.emitted, now - first)
+        live.over(self._placer, now, computed=first is not None)

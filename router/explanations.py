@@ -28,30 +28,31 @@ class Candidates:
     """Workers of one role that were looked at.
 
     Args:
-        names: of them.
-        rows: theirs in the columns.
+        names: of all workers, by row.
+        rows: of those that were looked at.
         fields: names of the columns; the last is the cost.
-        columns: of numbers, which nobody changes afterwards.
+        columns: of numbers by row, which nobody changes afterwards.
     """
 
-    __slots__ = ("_columns", "_fields", "_names", "_rows")
+    __slots__ = ("_columns", "_fields", "_names", "_places", "_rows")
 
     def __init__(
         self, names: Sequence[str], rows: NDArray[np.int64], fields: Sequence[str], columns: Sequence[Floats]
     ) -> None:
         self._names = names
+        self._rows = rows
         self._fields = fields
         # Of a large fleet only what is told of is kept; of a small one that would take longer than it is worth.
         small = len(columns[0]) <= SMALL
-        self._rows = rows if small else np.arange(len(rows))
+        self._places = rows if small else np.arange(len(rows))
         self._columns = columns if small else [column[rows] for column in columns]
 
     def told(self) -> list[dict[str, Any]]:
         """A mapping for each worker, the cheapest first."""
-        table = np.round([column[self._rows] for column in self._columns], 6)
+        table = np.round([column[self._places] for column in self._columns], 6)
         workers = [
-            {"worker": name, **dict(zip(self._fields, numbers.tolist(), strict=True))}
-            for name, numbers in zip(self._names, table.T, strict=True)
+            {"worker": self._names[row], **dict(zip(self._fields, numbers.tolist(), strict=True))}
+            for row, numbers in zip(self._rows.tolist(), table.T, strict=True)
         ]
         return sorted(workers, key=itemgetter(self._fields[-1]))
 
@@ -67,7 +68,9 @@ class Decision:
         prefill, decode: the chosen incarnations.
         predicted_ttft, predicted_tpot, predicted_transfer: in seconds; no decode, no output after the first token.
         measured_ttft, measured_tpot: from ``at`` on; None until they are known.
-        charged_tokens, charged_sequences: what the fleet still reckons with at the two workers.
+        charged_tokens, charged_prompt, charged_sequences: what the fleet still reckons with at the two workers: tokens
+            that are to be computed, of a prompt of so many, and sequences.
+        admission: how it was let in, ready for JSON; None of further attempts.
     """
 
     request_id: str
@@ -87,7 +90,9 @@ class Decision:
     measured_ttft: float | None = None
     measured_tpot: float | None = None
     charged_tokens: float = 0.0
+    charged_prompt: int = 0
     charged_sequences: int = 0
+    admission: dict[str, Any] | None = None
 
     def told(self) -> dict[str, Any]:
         """Ready for JSON; holds no address."""
@@ -106,10 +111,30 @@ class Decision:
                 "tpot_s": _rounded(self.predicted_tpot),
                 "transfer_s": _rounded(self.predicted_transfer),
             },
+            "admission": self.admission,
             "measured": {"ttft_s": _rounded(self.measured_ttft), "tpot_s": _rounded(self.measured_tpot)},
             "prefill_candidates": self.prefill_candidates.told(),
             "decode_candidates": [] if decode is None else decode.told(),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A request was not let in.
+
+    Attributes:
+        request_id: which.
+        prompt_tokens: of it.
+        admission: why, ready for JSON.
+    """
+
+    request_id: str
+    prompt_tokens: int
+    admission: dict[str, Any]
+
+    def told(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {"request": self.request_id, "prompt_tokens": self.prompt_tokens, "admission": self.admission}
 
 
 class Explanations:
@@ -121,9 +146,9 @@ class Explanations:
 
     def __init__(self, kept: int) -> None:
         self._kept = kept
-        self._decisions: OrderedDict[str, list[Decision]] = OrderedDict()
+        self._decisions: OrderedDict[str, list[Decision | Refusal]] = OrderedDict()
 
-    def keep(self, name: str, decision: Decision) -> None:
+    def keep(self, name: str, decision: Decision | Refusal) -> None:
         """Note a decision of the request ``name``, of which there may be several."""
         if not self._kept:
             return
@@ -131,7 +156,7 @@ class Explanations:
         if len(self._decisions) > self._kept:
             self._decisions.popitem(last=False)
 
-    def find(self, name: str) -> list[Decision]:
+    def find(self, name: str) -> list[Decision | Refusal]:
         """All decisions of a request, in order; none when it is not known (any more)."""
         return self._decisions.get(name, [])
 

@@ -1,55 +1,63 @@
 """All workers as columns of numbers, a row for each name: what placement reckons with, kept between requests.
 
-Life cycle of a row: allotted to a name when it is first seen, refreshed when its worker has beaten, charged with what
-this router sends there until the next heartbeat shows it, freed when the name is forgotten.
+Life cycle of a row: allotted to a name when it is first seen, refreshed when its worker has beaten, written anew with
+each piece of work that is sent there or over, freed when the name is forgotten.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from protocol.ids import Peer, Role
+from router.account import Account, beyond_noise, bounded
+from router.pairing import mismatch
+from router.recent_work import RecentWork
 from router.registry import Worker
+from router.role_pace import ASSUMED, RolePace
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Rows = NDArray[np.int64]
+Work = Literal["prefill", "decode", "local"]
+"""What is predicted of a worker: its role's, or prompts on decode workers."""
 
 FIRST_ROWS = 32
-PREFILL_PER_TOKEN, DECODE_FIXED = 2e-4, 2e-2
-"""Seconds that are assumed where nobody of a role has measured any."""
 STEP_TOKENS = 512
 """Tokens that a step is taken to have room for where a worker does not tell."""
 SHORTEST = 1e-9
 """Seconds that a token takes at least."""
-TRUSTED_STEPS = 100
-"""Steps after which a worker's own measurement counts as much as that of its role."""
-COMMON_GAIN, OWN_GAIN = 0.1, 0.01
-"""Weight of each measured time in the correction of a role, and in that of one worker by itself."""
-LARGEST_CORRECTION = 8.0
-FADE = 10.0
-"""Seconds in which a worker's own correction fades to a third."""
+COMMON_GAIN = 0.1
+"""Weight of each measured time in the correction of a role."""
 LINK = 1e9
 """Bytes per second that are assumed where no block has crossed yet."""
 _COLUMNS = (
-    "waiting",
-    "running",
-    "room",
-    "block_size",
+    "ahead",
+    "sequences",
+    "backlog",
+    "since",
+    "head",
     "fixed",
     "per_token",
-    "in_full_steps",
+    "pace",
+    "step",
+    "step_tokens",
+    "beside",
+    "room",
+    "block_size",
     "crossing",
+    "link_until",
     "joined",
-    "own_tokens",
-    "own_sequences",
+    "waiting",
+    "slots",
+    "empty",
+    "claimed",
+    "paced",
     "correction",
-    "corrected",
-    "old_steps",
 )
 
 
@@ -57,47 +65,65 @@ class Fleet:
     """The columns; all of one length, and what belongs to rows that are free is never looked at.
 
     Attributes:
-        workers: by row, None where it is free.
+        workers, names: by row; None and "" where it is free.
         prefill, decode: which rows take new work of that kind.
         prefills: which of them are decode workers that compute prompts beside it.
-        waiting, running: prompt tokens, and sequences, that the last heartbeat had.
+        ahead, sequences: prompt tokens, and sequences, that are there or on their way.
+        backlog: seconds that the tokens ahead take in all.
+        since, head: when what is at the head of the queue began, and seconds of what was ahead then.
+        fixed, per_token: seconds of a step whatever is in it, and of each token in it.
+        pace: seconds of a token where there are many: the fixed part comes once for each step.
+        step: seconds of a step with one sequence more than there are.
+        step_tokens: that one has room for.
+        beside: seconds of a prompt's token in a step that decodes: as prefill workers tell of theirs.
         room: tokens of the blocks that could be given out.
         block_size: of the layout.
-        fixed, per_token: seconds of a step, and of each token in it.
-        in_full_steps: seconds of a token where there are many: the fixed part comes once for each step.
         crossing: seconds that a token's blocks take over its link.
+        link_until: when its link has carried all that this router has sent over it, as that was predicted.
         joined: when this incarnation was first seen; long ago for those that came with the first.
-        own_tokens, own_sequences: sent there by this router since then, less what has ended; below 0 where what the
-            heartbeat counted has.
+        common: by role, and of prompts that decode workers compute, what measured times come to, by the predicted ones.
+        waiting: prompt tokens that the last heartbeat had.
+        slots: sequences that it steps side by side; infinite where that is not told.
+        empty: tokens that its sequences have room for already.
+        paced: 1 where the worker has measured its steps, else 0.
+        claimed: tokens of prompts and answers that this router has sent there since the last heartbeat.
         correction: what measured times came to, by those that its role's ``common`` one predicts.
-        corrected: when; it fades from then on.
-        common: by role, what measured times come to, by the predicted ones.
-        old_steps: of its steps, those before it came, or came back.
         seeds: of draws, by the workers' names.
         newest: the last time at which one joined.
+        recent: prompts that prefill workers were sent lately.
     """
 
-    waiting: Floats
-    running: Floats
-    room: Floats
-    block_size: Floats
+    ahead: Floats
+    sequences: Floats
+    backlog: Floats
+    since: Floats
+    head: Floats
     fixed: Floats
     per_token: Floats
-    in_full_steps: Floats
+    pace: Floats
+    step: Floats
+    step_tokens: Floats
+    beside: Floats
+    room: Floats
+    block_size: Floats
     crossing: Floats
+    link_until: Floats
     joined: Floats
-    own_tokens: Floats
-    own_sequences: Floats
+    waiting: Floats
+    slots: Floats
+    empty: Floats
+    claimed: Floats
+    paced: Floats
     correction: Floats
-    corrected: Floats
-    old_steps: Floats
 
     def __init__(self, model: str, slow_start: float = 0.0) -> None:
         self._model = model
         self._slow_start = slow_start
         self._begun: float | None = None
         self.newest = -np.inf
+        self.recent = RecentWork(FIRST_ROWS)
         self.workers: list[Worker | None] = []
+        self._accounts: list[Account] = []
         self._rows: dict[str, int] = {}
         self.prefill: Bools = np.zeros(FIRST_ROWS, dtype=bool)
         self.decode: Bools = np.zeros(FIRST_ROWS, dtype=bool)
@@ -106,13 +132,23 @@ class Fleet:
         # Rows that are free are reckoned with like all others, to no effect: 1 divides by nothing wrong.
         for name in _COLUMNS:
             setattr(self, name, np.ones(FIRST_ROWS))
-        self._sizes: dict[int, int] | None = None
-        self.common: dict[Role, float] = {"prefill": 1.0, "decode": 1.0}
+        self.common: dict[Work, float] = {"prefill": 1.0, "decode": 1.0, "local": 1.0}
+        self._paces: dict[Role, RolePace] = {role: RolePace(line) for role, line in ASSUMED.items()}
         self._able: dict[str, Rows] = {}
-        self._typical: dict[str, tuple[float, float]] = {}
+        self._sizes: dict[int, int] | None = None
+        self._names: tuple[str, ...] | None = None
+        self._fits: dict[tuple[int, int], bool] = {}
+        self._kinds: list[int] = []
 
     def __len__(self) -> int:
         return len(self.prefill)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the workers, by row."""
+        if self._names is None:
+            self._names = tuple("" if worker is None else worker.peer.name for worker in self.workers)
+        return self._names
 
     def row(self, name: str) -> int:
         """The row of a worker that was seen."""
@@ -123,6 +159,10 @@ class Fleet:
         row = self._rows.get(peer.name)
         worker = None if row is None else self.workers[row]
         return row if worker is not None and worker.peer == peer else None
+
+    def account(self, row: int) -> Account:
+        """What is reckoned with of the worker of a row."""
+        return self._accounts[row]
 
     def able(self, role: Role) -> Rows:
         """Rows of that role that take work, in order."""
@@ -139,6 +179,24 @@ class Fleet:
                 size = int(self.block_size[row])
                 self._sizes[size] = self._sizes.get(size, 0) | 1 << row
         return self._sizes
+
+    def fit(self, prefill: int, decode: int) -> bool:
+        """Whether the workers of two rows can serve a request together."""
+        if not self._kinds:
+            known: dict[object, int] = {}
+            for worker in self.workers:
+                profile = None if worker is None else worker.profile
+                kind = profile and (profile.model, profile.vocab_size, profile.layout, bool(profile.peer_endpoint))
+                self._kinds.append(known.setdefault(kind, len(known)))
+            self._fits.clear()
+        kinds = self._kinds[prefill], self._kinds[decode]
+        found = self._fits.get(kinds)
+        if found is None:
+            here, there = self.workers[prefill], self.workers[decode]
+            assert here is not None, "it takes work"
+            assert there is not None, "it takes work"
+            found = self._fits[kinds] = mismatch(here.profile, there.profile) is None
+        return found
 
     def see(self, workers: Sequence[Worker], now: float) -> list[str]:
         """Take in all known workers; returns the names that are not known any more."""
@@ -170,44 +228,59 @@ class Fleet:
             self._refresh(row, worker, now)
         return True
 
-    def charge(self, row: int, tokens: float, sequences: int) -> None:
-        """This router has just sent work there."""
-        self.own_tokens[row] += tokens
-        self.own_sequences[row] += sequences
+    def send_prompt(self, row: int, tokens: float, prompt: int, now: float) -> None:
+        """This router has just sent a prompt there, of which so many tokens are to be computed."""
+        self._accounts[row].send(tokens, prompt, now)
+        if self.prefill[row]:
+            self.recent.add(row, tokens * float(self.pace[row]), now)
+        self._write_prompts(row)
 
-    def release(self, peer: Peer, tokens: float, sequences: int) -> None:
-        """Work that this router had sent there is over; the last heartbeat may have counted it already."""
+    def send_blocks(self, row: int, seconds: float, now: float) -> None:
+        """Blocks will cross the link of a worker, for so long."""
+        self.link_until[row] = max(self.link_until[row], now) + seconds
+
+    def claim(self, row: int, tokens: float) -> None:
+        """What this router has just sent there will take room for so many tokens."""
+        self.claimed[row] += tokens
+
+    def send_sequences(self, row: int, sequences: int) -> None:
+        """This router has just sent sequences there."""
+        self._accounts[row].own_sequences += sequences
+        self._write_sequences(row)
+
+    def prompt_over(self, peer: Peer, tokens: float, prompt: int, now: float, *, computed: bool) -> None:
+        """A prompt that this router had sent there is computed, or nobody wants it any more."""
         row = self.find(peer)
         if row is not None:
-            self.own_tokens[row] = max(self.own_tokens[row] - tokens, -self.waiting[row])
-            self.own_sequences[row] = max(self.own_sequences[row] - sequences, -self.running[row])
+            self._accounts[row].over(tokens, prompt, now, computed=computed)
+            self._write_prompts(row)
 
-    def correct(self, peer: Peer, ratio: float, now: float) -> None:
+    def sequence_over(self, peer: Peer) -> None:
+        """A sequence that this router had sent there has ended."""
+        row = self.find(peer)
+        if row is not None and self._accounts[row].own_sequences:
+            self._accounts[row].own_sequences -= 1
+            self._write_sequences(row)
+
+    def correct(self, peer: Peer, work: Work, ratio: float) -> None:
         """What was predicted of a worker took ``ratio`` times as long.
 
         Most of that is its whole role's: load that came after the prediction, or steps that all take for longer than
         they tell. Were it each worker's own, equals would differ by noise, and the luckiest would get everything.
         """
         row = self.find(peer)
-        worker = None if row is None else self.workers[row]
-        if row is None or worker is None:
+        if row is None:
             return
-        role = worker.profile.role
-        self.common[role] = _bounded(self.common[role] * ratio**COMMON_GAIN)
-        faded = float(self.correction[row]) ** float(np.exp((self.corrected[row] - now) / FADE))
-        self.correction[row] = _bounded(faded * ratio**OWN_GAIN)
-        self.corrected[row] = now
-
-    def corrections(self, now: float) -> Floats:
-        """By row, what predictions are to be multiplied with; a worker's own part fades, so that none starves by it."""
-        fading = np.exp(np.minimum(self.corrected - now, 0.0) / FADE)
-        corrections: Floats = np.where(self.decode, self.common["decode"], self.common["prefill"])
-        return corrections * self.correction**fading
+        self.common[work] = bounded(self.common[work] * ratio**COMMON_GAIN)
+        if work != "local":  # a decode worker's own is that of its other steps
+            self._accounts[row].correct(ratio)
+            self._write(row)
 
     def _allot(self, name: str) -> int:
         row = next((row for row, worker in enumerate(self.workers) if worker is None), len(self.workers))
         if row == len(self.workers):
             self.workers.append(None)
+            self._accounts.append(Account())
         if row >= len(self):
             for column in (*_COLUMNS, "seeds"):
                 before = getattr(self, column)
@@ -216,8 +289,8 @@ class Fleet:
             self.prefill = np.concatenate((self.prefill, nobody))
             self.decode = np.concatenate((self.decode, nobody))
             self.prefills = np.concatenate((self.prefills, nobody))
+            self.recent.grow(len(self))
         self._rows[name] = row
-        self.correction[row] = self.in_full_steps[row] = self.block_size[row] = 1.0
         self.seeds[row] = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
         return row
 
@@ -226,55 +299,83 @@ class Fleet:
         if before is None or before.peer != worker.peer:
             # When all come at once none is newer than the others.
             first = self._begun is None or now - self._begun <= self._slow_start
-            self.joined[row], self.correction[row] = -np.inf if first else now, 1.0
-            self.old_steps[row] = 0.0
+            self.joined[row] = -np.inf if first else now
             self.newest = max(self.newest, self.joined[row])
-        if before is None or before.load is not load:
-            self.own_tokens[row] = self.own_sequences[row] = 0.0
+            self._accounts[row] = Account(faded=now)
+            self.recent.forget(row)
+            self.link_until[row] = now
         self.workers[row] = worker
+        account, heard = self._accounts[row], before is None or before.load is not load
         able = worker.accepts_work and profile.model == self._model
-        moved = able != (self.prefill[row] or self.decode[row])
-        if moved or before is None or before.profile is not profile:
+        moved = able != bool(self.prefill[row] or self.decode[row])
+        # Most heartbeats bring a profile that is the same, but another object.
+        if moved or before is None or (before.profile is not profile and before.profile != profile):
             self._changed()
         if moved and before is not None:
-            # It went or came back: what was measured before says little of what it does now.
-            self.correction[row], self.old_steps[row] = 1.0, load.steps
+            account.come_back(load.steps)
         self.prefill[row] = able and profile.role == "prefill"
         self.decode[row] = able and profile.role == "decode"
         self.prefills[row] = profile.prefills
-        self.waiting[row] = load.waiting_tokens
-        self.running[row] = load.running + load.waiting
         size = profile.layout.block_size
         self.room[row] = (load.pool.free + load.pool.cached) * size
         self.block_size[row] = size
+        self.slots[row] = profile.max_sequences or np.inf
+        self.empty[row] = load.empty_slots
+        self.paced[row] = bool(load.step_fixed or load.step_per_token)
         link = load.kv_bytes / load.kv_seconds if load.kv_seconds > 0 and load.kv_bytes else LINK
         self.crossing[row] = profile.layout.block_bytes / size / link
-        fixed, per_token = self._pace(worker, int(self.old_steps[row]))
-        self.fixed[row], self.per_token[row] = fixed, per_token
-        self.in_full_steps[row] = max(SHORTEST, per_token + fixed / (profile.step_tokens or STEP_TOKENS))
+        if heard:
+            self.waiting[row], self.claimed[row] = load.waiting_tokens, 0.0
+            account.hear(load.waiting_tokens, load.running + load.waiting, now)
+            self._measure(account, worker, None if before is None or before.peer != worker.peer else before, now)
+        self._write(row)
 
     def _changed(self) -> None:
-        self._sizes = None
+        self._sizes = self._names = None
         self._able.clear()
+        self._kinds.clear()
 
-    def _pace(self, worker: Worker, old_steps: int) -> tuple[float, float]:
-        """Measured by the worker; the fewer its steps, the more it is taken for one of the others of its role."""
+    def _measure(self, account: Account, worker: Worker, before: Worker | None, now: float) -> None:
         role, load = worker.profile.role, worker.load
-        typical = self._typical.get(role)
-        if not load.step_fixed and not load.step_per_token:
-            assumed = (0.0, PREFILL_PER_TOKEN) if role == "prefill" else (DECODE_FIXED, DECODE_FIXED / 20)
-            return assumed if typical is None else typical
-        own = load.step_fixed, load.step_per_token
-        if typical is None:
-            typical = own
-        self._typical[role] = _mixed(typical, own, 0.1)
-        steps = max(0, load.steps - old_steps)
-        return _mixed(typical, own, steps / (steps + TRUSTED_STEPS))
+        pace, own = self._paces[role], (load.step_fixed, load.step_per_token)
+        idle = not any(own) or (before is not None and before.load.steps == load.steps)
+        account.fade(now, idle=idle)
+        if idle:
+            return
+        tokens = load.step_mean_tokens or (
+            worker.profile.step_tokens or STEP_TOKENS if role == "prefill" else max(1, load.running)
+        )
+        if pace.hear(own, tokens):
+            for each, other in enumerate(self.workers):
+                if other is not None:
+                    self._write(each)
+        account.measured(pace.slowness(own, tokens), load.steps)
 
+    def _write(self, row: int) -> None:
+        """Put down what follows from the account, for all requests to come."""
+        account, worker = self._accounts[row], self.workers[row]
+        assert worker is not None, "it was seen"
+        factor = beyond_noise(account.slowness)
+        self.correction[row] = beyond_noise(account.correction)
+        fixed, per_token = (factor * part for part in self._paces[worker.profile.role].line)
+        self.fixed[row] = fixed
+        self.per_token[row] = per_token
+        self.step_tokens[row] = most = worker.profile.step_tokens or STEP_TOKENS
+        self.pace[row] = max(SHORTEST, per_token + fixed / most)
+        self.beside[row] = factor * self._paces["prefill"].line[1]
+        self._write_prompts(row)
+        self._write_sequences(row)
 
-def _bounded(correction: float) -> float:
-    return min(max(correction, 1 / LARGEST_CORRECTION), LARGEST_CORRECTION)
+    def _write_prompts(self, row: int) -> None:
+        account, fixed, pace = self._accounts[row], float(self.fixed[row]), float(self.pace[row])
+        ahead, head = account.ahead, account.head
+        self.ahead[row] = ahead
+        # A step that is under way has its fixed part too.
+        self.backlog[row] = fixed + ahead * pace if ahead else 0.0
+        self.since[row] = account.since
+        self.head[row] = fixed + head * pace if head else 0.0
 
-
-def _mixed(here: tuple[float, float], there: tuple[float, float], weight: float) -> tuple[float, float]:
-    return here[0] + weight * (there[0] - here[0]), here[1] + weight * (there[1] - here[1])
+    def _write_sequences(self, row: int) -> None:
+        account = self._accounts[row]
+        self.sequences[row] = account.sequences
+        self.step[row] = self.fixed[row] + self.per_token[row] * (account.sequences + 1)

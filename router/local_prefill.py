@@ -10,13 +10,16 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from protocol.errors import NoWorkerAvailable
-from router.policy import Choice, Demand, Snapshot, place, place_alone
+from router.fleet import Fleet, Rows
+from router.forecast import HORIZON, forecast_local
+from router.policy import Choice, Demand, Ranking, Snapshot, penalties, place, place_alone
 
-LocalPrefill = Literal["never", "fallback", "short", "always"]
-"""``never``; ``fallback`` where there is no prefill worker; ``short`` then and for short prompts; or ``always``."""
+LocalPrefill = Literal["never", "fallback", "short", "auto", "always"]
+"""``never``; ``fallback`` where there is no prefill worker; ``short`` then and for short prompts; ``auto`` then and
+where that is predicted to be faster; or ``always``."""
 LOCAL_PREFILLS: tuple[str, ...] = get_args(LocalPrefill)
 
-Reason = Literal["", "no_prefill_worker", "short_prompt", "always"]
+Reason = Literal["", "no_prefill_worker", "short_prompt", "faster", "always"]
 """Why a prompt stays on the decode worker; "" where it does not."""
 
 
@@ -43,13 +46,24 @@ def decide(policy: str, snapshot: Snapshot, demand: Demand, rule: LocalPrefillRu
     if local is not None:
         return local
     try:
-        return place(policy, snapshot, demand)
+        apart = place(policy, snapshot, demand)
+        return _faster(snapshot, demand, apart) if rule.mode == "auto" else apart
     except NoWorkerAvailable:
         without = rule.mode != "never" and not snapshot.fleet.able("prefill").size
         local = _local(policy, snapshot, demand, "no_prefill_worker" if without else "")
         if local is None:
             raise
         return local
+
+
+def prompt_rows(fleet: Fleet, rule: LocalPrefillRule) -> Rows:
+    """Rows of the workers that compute prompts, short ones that stay on decode workers left out."""
+    rows = fleet.able("prefill")
+    if rule.mode == "never" or (rule.mode != "always" and rows.size):
+        return rows
+    decode = fleet.able("decode")
+    local = decode[fleet.prefills[decode]]
+    return local if local.size else rows
 
 
 def _wish(demand: Demand, rule: LocalPrefillRule) -> Reason:
@@ -63,3 +77,32 @@ def _local(policy: str, snapshot: Snapshot, demand: Demand, reason: Reason) -> C
     rows = snapshot.fleet.able("decode")
     rows = rows[snapshot.fleet.prefills[rows]]
     return place_alone(policy, snapshot, demand, rows, reason) if reason and rows.size else None
+
+
+def _faster(snapshot: Snapshot, demand: Demand, apart: Choice) -> Choice:
+    """``apart``, or the decode worker on which prompt and output together are predicted to be through sooner.
+
+    What either way takes from others counts too: sequences beside a prompt wait for it, and who comes next for a link.
+    """
+    fleet, told = snapshot.fleet, snapshot.forecast
+    rows = fleet.able("decode")
+    rows = rows[fleet.prefills[rows]]
+    if not rows.size:
+        return apart
+    here = forecast_local(fleet, told)
+    output = told.tpot * (min(demand.output, HORIZON) if demand.needs_decode else 0)
+    alone = here.ttft + here.beside + output + told.wait
+    avoided = penalties(fleet, demand)
+    if avoided is not None:
+        alone = alone + avoided
+    first, second = apart.prefill, apart.decode
+    there = told.ttft[first] + told.wait[first]
+    if second is not None:
+        there += max(told.transfer[second] - told.compute[first], 0.0) + told.transfer[second]
+        there += output[second] + told.wait[second]
+    if avoided is not None:
+        there += avoided[first] + (0.0 if second is None else avoided[second])
+    chosen = int(rows[alone[rows].argmin()])
+    if alone[chosen] >= there:
+        return apart
+    return Choice(chosen, chosen if demand.needs_decode else None, rows, rows, Ranking(alone, alone), "faster")

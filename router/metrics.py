@@ -12,10 +12,11 @@ from protocol.histogram import SECONDS
 from router.block_index import BlockIndex
 from router.breaker import BreakerState, BreakerView
 from router.explanations import Decision
-from router.front.generation import GenerationReport
+from router.front.generation import EndReason, GenerationReport
 from router.instructions import Stage
 from router.kv_feed import KVFeeds
 from router.registry import Worker
+from router.slo.metrics import AdmissionMetrics
 from router.span_metrics import OwnSpans, SpanCollector
 from router.timeline import Timeline
 from router.transfer_metrics import buckets, transfer_metrics
@@ -228,6 +229,7 @@ class RouterMetrics:
         size.set_function(lambda: index.nbytes)
         registry.register(_Resyncs(feeds))
         registry.register(SpanCollector(workers, spans))
+        self.admission = AdmissionMetrics(registry)
         self.ttft = Histogram("kvferry_ttft_seconds", "Arrival to first token.", buckets=_LATENCY, registry=registry)
         self.ttft_error = Histogram(
             "kvferry_ttft_prediction_error_seconds",
@@ -265,6 +267,17 @@ class RouterMetrics:
         """A request ended: ``finished`` with a finish reason, ``failed`` or ``cancelled`` with an error's code."""
         self.requests.labels(outcome, code).inc()
 
+    def cancelled(self, timeline: Timeline, emitted: int, now: float) -> None:
+        """A request's reader left, after so many tokens."""
+        self.ended("cancelled", "request_cancelled")
+        self.paced(timeline, emitted, now)
+
+    def finished(self, reason: EndReason, timeline: Timeline, emitted: int, now: float) -> None:
+        """A request ended as it should, after so many tokens, the last of them at ``now``."""
+        self.ended("finished", reason)
+        self.paced(timeline, emitted, now)
+        self.e2e.observe(now - timeline.submitted)
+
     def reached(self, stage: Stage, report: GenerationReport, *, first: bool) -> None:
         """A request's tokens came from a new stage; ``first`` with the first of all its tokens."""
         if stage is Stage.PREFILLED and report.local_prefill:
@@ -279,8 +292,13 @@ class RouterMetrics:
             self.ttft.observe(report.ttft_s)
             self.queue.observe(report.queue_s)
 
-    def foretold(self, decision: Decision, error: float) -> None:
-        """The first token of an attempt came, ``error`` seconds from when that was predicted."""
+    def foretold(self, decision: Decision, error: float | None) -> None:
+        """The first token of an attempt came, ``error`` seconds from when that was predicted.
+
+        Of several that one prompt comes to only the first tells anything; None of the others.
+        """
+        if error is None:
+            return
         self.ttft_error.labels(decision.policy).observe(error)
         self.ttft_predicted.labels(decision.policy).observe(decision.predicted_ttft)
         if decision.measured_ttft is not None:

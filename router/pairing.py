@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
+from protocol.ids import Peer
 from protocol.messages import WorkerProfile
 from router.registry import Worker
 
@@ -20,8 +21,9 @@ def mismatch(prefill: WorkerProfile, decode: WorkerProfile) -> str | None:
     return None if prefill.peer_endpoint else "prefill announces no endpoint for other workers"
 
 
-def complaints(joined: Worker, workers: Iterable[Worker], model: str) -> Iterator[str]:
+def complaints(peer: Peer, workers: Sequence[Worker], model: str) -> Iterator[str]:
     """What is wrong with a worker that has just joined: its model, or each other that it cannot be paired with."""
+    joined = next(worker for worker in workers if worker.peer == peer)
     if joined.profile.model != model:
         yield f"worker {joined.peer} serves {joined.profile.model!r}, not {model!r}: not used"
         return

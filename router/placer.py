@@ -9,18 +9,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from protocol.errors import TargetOutOfReach
+from protocol.errors import NoWorkerAvailable, TargetOutOfReach
 from protocol.ids import Peer, RequestKey
 from protocol.kv_events import KVEvents, KVFollow, KVSnapshot
 from router.block_index import BlockIndex
 from router.explanations import DECODE_FIELDS, PREFILL_FIELDS, Candidates, Decision, Explanations
-from router.fleet import Fleet, Floats, Rows
-from router.forecast import forecast
+from router.fleet import Fleet, Floats, Work
+from router.forecast import forecast, forecast_local
 from router.kv_feed import KVFeeds
-from router.local_prefill import LocalPrefillRule, decide
+from router.local_prefill import LocalPrefillRule, decide, prompt_rows
 from router.policy import Choice, Demand, Placement, Snapshot
 from router.prompt_chain import Prompt
 from router.registry import Worker, WorkerRegistry
+from router.slo.capacity import Capacity, Terms
 
 LEAST_TOKENS = 4
 """Output tokens from which on a pace is measured."""
@@ -88,6 +89,19 @@ class Placer:
         snapshot = Snapshot(self._fleet, told)
         return snapshot, decide(self._config.policy, snapshot, demand, self._config.local_prefill)
 
+    def soonest(self, prompt: Prompt, demand: Demand, now: float) -> float:
+        """Seconds in which a first token is predicted at the earliest; 0 where nobody could give it."""
+        try:
+            snapshot, choice = self.look(prompt, demand, now)
+        except NoWorkerAvailable:
+            return 0.0
+        return _soonest(snapshot, choice)
+
+    def capacity(self, terms: Terms, now: float) -> Capacity:
+        """What the workers have room for."""
+        self._see(now)
+        return Capacity(self._fleet, prompt_rows(self._fleet, self._config.local_prefill), terms)
+
     def place(self, prompt: Prompt, demand: Demand, key: RequestKey, now: float) -> tuple[Placement, Decision]:
         """As :meth:`look`, and reckon with the work from now on.
 
@@ -98,8 +112,7 @@ class Placer:
         snapshot, choice = self.look(prompt, demand, now)
         fleet, told = self._fleet, snapshot.forecast
         if demand.ttft_target and not choice.local:
-            rows = fleet.able("prefill")
-            soonest = float((told.ttft + told.wait)[rows].min())
+            soonest = _soonest(snapshot, choice)
             if soonest > demand.ttft_target:
                 raise TargetOutOfReach(
                     f"the first token is predicted in {soonest:.3g} s, and wanted within {demand.ttft_target:g} s",
@@ -107,11 +120,11 @@ class Placer:
                 )
         prefill, decode = fleet.workers[choice.prefill], None
         assert prefill is not None, "it takes work"
-        decode_candidates = None
+        names, decode_candidates = fleet.names, None
         if choice.decode is not None and choice.decode_candidates is not None:
             decode = fleet.workers[choice.decode]
             judged_by = (
-                fleet.running + fleet.own_sequences,
+                told.running,
                 told.missing,
                 told.transfer,
                 told.tpot,
@@ -119,61 +132,78 @@ class Placer:
                 told.speed,
                 choice.ranking.decode,
             )
-            decode_candidates = self._candidates(choice.decode_candidates, DECODE_FIELDS, judged_by)
-        columns = (told.queue, told.uncached, told.ttft, told.wait, told.speed, choice.ranking.prefill)
+            decode_candidates = Candidates(names, choice.decode_candidates, DECODE_FIELDS, judged_by)
+        ttft = forecast_local(fleet, told).ttft if choice.local else told.ttft
+        columns = (told.queue, told.uncached, ttft, told.wait, told.speed, choice.ranking.prefill)
+        uncached = float(told.uncached[choice.prefill])
         decision = Decision(
             request_id=key.request_id,
             attempt=key.attempt,
             policy=self._config.policy,
             at=now,
             prompt_tokens=prompt.length,
-            cached_tokens=prompt.length - int(told.uncached[choice.prefill]),
+            cached_tokens=prompt.length - int(uncached),
             local_prefill=choice.local,
             prefill=prefill.peer,
             decode=None if decode is None else decode.peer,
-            predicted_ttft=float(told.ttft[choice.prefill]),
+            predicted_ttft=float(ttft[choice.prefill]),
             predicted_tpot=None if choice.decode is None else float(told.tpot[choice.decode]),
             predicted_transfer=None if choice.decode is None else float(told.transfer[choice.decode]),
-            prefill_candidates=self._candidates(choice.prefill_candidates, PREFILL_FIELDS, columns),
+            prefill_candidates=Candidates(names, choice.prefill_candidates, PREFILL_FIELDS, columns),
             decode_candidates=decode_candidates,
-            charged_tokens=float(told.uncached[choice.prefill]),
-            charged_sequences=0 if decode is None else demand.sequences,
+            charged_tokens=uncached,
+            charged_prompt=prompt.length,
+            charged_sequences=demand.sequences,
         )
-        fleet.charge(choice.prefill, float(told.uncached[choice.prefill]), 0)
+        fleet.send_prompt(choice.prefill, uncached, prompt.length, now)
         if choice.decode is not None:
-            fleet.charge(choice.decode, 0.0, demand.sequences)
+            fleet.send_sequences(choice.decode, demand.sequences)
+            if choice.decode != choice.prefill:
+                fleet.send_blocks(choice.decode, float(told.crossing[choice.decode]), now)
+            fleet.claim(choice.decode, demand.reserve)
         return Placement(prefill, decode, choice.local), decision
 
-    def first_token(self, decision: Decision, now: float) -> float:
-        """The first token of an attempt came; returns how far the prediction was off, in seconds."""
+    def first_token(self, decision: Decision, now: float) -> float | None:
+        """A first token of an attempt came; returns how far the prediction was off, in seconds.
+
+        Of several that one prompt came to only the first tells anything; None of the others.
+        """
+        if decision.measured_ttft is not None:
+            return None
         decision.measured_ttft = now - decision.at
-        if not decision.local_prefill:  # a decode worker's correction is that of its other steps
-            self._correct(decision.prefill, decision.predicted_ttft, decision.measured_ttft, now)
-        self._release_prompt(decision)
+        work: Work = "local" if decision.local_prefill else "prefill"
+        self._correct(decision.prefill, work, decision.predicted_ttft, decision.measured_ttft)
+        self._prompt_over(decision, now, computed=True)
         return abs(decision.measured_ttft - decision.predicted_ttft)
 
-    def ended(self, decision: Decision, tokens: int, seconds: float, now: float) -> None:
-        """An attempt has ended, ``seconds`` after its first of ``tokens`` tokens."""
+    def ended(self, decision: Decision, tokens: int, seconds: float) -> None:
+        """A sequence of an attempt has ended, ``seconds`` after its first of ``tokens`` tokens."""
         if tokens < LEAST_TOKENS or decision.decode is None or decision.predicted_tpot is None:
             return
         decision.measured_tpot = seconds / (tokens - 1)
-        self._correct(decision.decode, decision.predicted_tpot, decision.measured_tpot, now)
+        self._correct(decision.decode, "decode", decision.predicted_tpot, decision.measured_tpot)
 
-    def release(self, decision: Decision) -> None:
-        """An attempt is over, however it ended: nothing of it is ahead of anyone any more; done once for each."""
-        self._release_prompt(decision)
-        if decision.decode is not None and decision.charged_sequences:
-            self._fleet.release(decision.decode, 0.0, decision.charged_sequences)
-            decision.charged_sequences = 0
+    def release(self, decision: Decision, now: float, *, computed: bool) -> None:
+        """A sequence of an attempt is over, however it ended: it is ahead of nobody any more; once for each.
 
-    def _release_prompt(self, decision: Decision) -> None:
-        if decision.charged_tokens:
-            self._fleet.release(decision.prefill, decision.charged_tokens, 0)
-            decision.charged_tokens = 0.0
+        ``computed`` when its prompt was, though nobody was told of its first token yet.
+        """
+        assert decision.charged_sequences > 0, "each of them is over once"
+        decision.charged_sequences -= 1
+        if decision.decode is not None:
+            self._fleet.sequence_over(decision.decode)
+        if not decision.charged_sequences:
+            self._prompt_over(decision, now, computed=computed)
 
-    def _correct(self, peer: Peer, predicted: float, measured: float, now: float) -> None:
+    def _prompt_over(self, decision: Decision, now: float, *, computed: bool) -> None:
+        tokens, prompt = decision.charged_tokens, decision.charged_prompt
+        if prompt:
+            self._fleet.prompt_over(decision.prefill, tokens, prompt, now, computed=computed)
+            decision.charged_tokens, decision.charged_prompt = 0.0, 0
+
+    def _correct(self, peer: Peer, work: Work, predicted: float, measured: float) -> None:
         if predicted > 0 and measured > 0:
-            self._fleet.correct(peer, measured / predicted, now)
+            self._fleet.correct(peer, work, measured / predicted)
 
     def _see(self, now: float) -> None:
         if self._seen == self._registry.version:
@@ -191,7 +221,11 @@ class Placer:
                 cached += self.index.depths(prompt.keys(size), rows, len(self._fleet)) * size
         return cached
 
-    def _candidates(self, rows: Rows, fields: tuple[str, ...], columns: tuple[Floats, ...]) -> Candidates:
-        workers = self._fleet.workers
-        names = [worker.peer.name for row in rows.tolist() if (worker := workers[row]) is not None]
-        return Candidates(names, rows, fields, columns)
+
+def _soonest(snapshot: Snapshot, choice: Choice) -> float:
+    fleet, told = snapshot.fleet, snapshot.forecast
+    if choice.local:
+        return float(forecast_local(fleet, told).ttft[choice.prefill])
+    # Who has nothing to do is judged by its pace alone: were all refused for a correction, nothing would put it right.
+    alone = np.where(told.queue < 1.0, fleet.fixed + told.compute, np.inf)
+    return float((np.minimum(told.ttft, alone) + told.wait)[fleet.able("prefill")].min())

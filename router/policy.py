@@ -6,6 +6,7 @@ together. A new policy is one function and one line in ``POLICIES``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,6 +27,8 @@ BARRED = 10 * AVOIDED
 """The same of one whose breaker is open."""
 LINK_USE = 0.1
 """What a second of a link costs where nobody waits for it."""
+SPREAD = 2.0
+"""Mean prompts' times that a prefill worker costs more which was sent twice the mean lately."""
 LATE = 100.0
 """Seconds that a worker costs more which misses a target; one that meets it is taken if there is any."""
 IMBALANCE_TOKENS, IMBALANCE_SEQUENCES = 4096, 8
@@ -46,6 +49,7 @@ class Demand:
         sequences: that one prefill comes to.
         ttft_target: seconds within which the first token is to come; 0 for no bound.
         barred: peers that get nothing while there are others, those to be avoided among them.
+        reserve: tokens of prompt and answer that decode is expected to hold in the end; 0 where nobody reckons with it.
     """
 
     needs_decode: bool
@@ -57,6 +61,7 @@ class Demand:
     sequences: int = 1
     ttft_target: float = 0.0
     barred: frozenset[Peer] = frozenset()
+    reserve: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +97,8 @@ class Ranking:
         prefill, decode: of the workers of either role.
         in_seconds: whether both are, so that they add up, with the time that blocks take to cross, where prefill does
             not hide it.
-        tolerance: share of a pair's cost by which another may cost more and still be its equal.
+        tolerance: share of the less of a pair's two costs by which another may cost more and still be its equal: of
+            the whole it would be a large part of a short prompt's time where outputs are long.
     """
 
     prefill: Floats
@@ -107,8 +113,8 @@ Policy = Callable[[Snapshot, Demand], Ranking]
 def round_robin(snapshot: Snapshot, demand: Demand) -> Ranking:
     """Each in its turn, whatever the load."""
     fleet = snapshot.fleet
-    # Shifted by one for each round of the prefill workers, so that every pair comes up, not only equal positions.
-    rounds = demand.turn // max(1, len(fleet.able("prefill")))
+    # Shifted by one whenever both are through together, so that every pair comes up, not only those of equal positions.
+    rounds = demand.turn // max(1, math.lcm(len(fleet.able("prefill")), len(fleet.able("decode"))))
     return Ranking(_in_turn(fleet.prefill, demand.turn), _in_turn(fleet.decode, demand.turn + rounds))
 
 
@@ -133,8 +139,7 @@ def power_of_two(snapshot: Snapshot, demand: Demand) -> Ranking:
 
 def least_loaded(snapshot: Snapshot, demand: Demand) -> Ranking:
     """Fewest prompt tokens ahead (prefill) or fewest sequences (decode); equals take turns."""
-    fleet = snapshot.fleet
-    return Ranking(fleet.waiting + fleet.own_tokens, fleet.running + fleet.own_sequences)
+    return Ranking(snapshot.forecast.queue, snapshot.forecast.running)
 
 
 def prefix_aware(snapshot: Snapshot, demand: Demand) -> Ranking:
@@ -166,11 +171,16 @@ def cost(snapshot: Snapshot, demand: Demand) -> Ranking:
     """The least predicted time: to the first token, for blocks to cross, and for the output after it."""
     told = snapshot.forecast
     tokens = min(demand.output, HORIZON)
-    prefill = told.ttft / told.speed + told.wait
+    ttft, output = told.ttft, told.tpot * tokens
+    if not told.settled:
+        ttft, output = ttft / told.speed, output / told.speed
+    prefill = ttft + told.wait
+    recent = snapshot.fleet.recent
+    prefill += recent.excess(len(snapshot.fleet.able("prefill"))) * (SPREAD * recent.mean)
     if demand.ttft_target:
         prefill += np.where(told.ttft + told.wait > demand.ttft_target, LATE, 0.0)
     # Even where a transfer holds nobody up, others could have had the link.
-    decode = told.tpot * tokens / told.speed + told.wait + LINK_USE * told.transfer
+    decode = output + told.wait + LINK_USE * told.transfer
     return Ranking(prefill, decode, in_seconds=True, tolerance=5e-3)
 
 
@@ -208,7 +218,7 @@ class Choice:
 def place_alone(policy: str, snapshot: Snapshot, demand: Demand, rows: Rows, local: str) -> Choice:
     """The one of some decode workers that ``policy`` likes best, for prompt and output alike."""
     ranking = POLICIES[policy](snapshot, demand)
-    avoided = _avoided(snapshot.fleet, demand)
+    avoided = penalties(snapshot.fleet, demand)
     chosen = _best(ranking.decode if avoided is None else ranking.decode + avoided, rows, ranking, demand)
     return Choice(chosen, chosen if demand.needs_decode else None, rows, rows, ranking, local)
 
@@ -225,7 +235,7 @@ def place(policy: str, snapshot: Snapshot, demand: Demand) -> Choice:
     if demand.needs_decode and not fleet.able("decode").size:
         raise NoWorkerAvailable("no decode worker is available")
     ranking = POLICIES[policy](snapshot, demand)
-    avoided = _avoided(fleet, demand)
+    avoided = penalties(fleet, demand)
     prefill = ranking.prefill if avoided is None else ranking.prefill + avoided
     decode = ranking.decode if avoided is None else ranking.decode + avoided
     if not demand.needs_decode:
@@ -237,20 +247,25 @@ def place(policy: str, snapshot: Snapshot, demand: Demand) -> Choice:
         partners = _cheapest(decode, fleet.able("decode"), bound)
         if ranking.in_seconds:
             told = snapshot.forecast
-            hidden = told.transfer[partners][:, None] - told.compute[rows]
-            pairs = decode[partners][:, None] + prefill[rows] + np.maximum(hidden, 0.0)
+            here, there = prefill[rows], decode[partners]
+            pairs = there[:, None] + here
+            transfer, compute = told.transfer[partners], told.compute[rows]
+            if transfer.max() > compute.min():
+                pairs += np.maximum(transfer[:, None] - compute, 0.0)
+            slack = ranking.tolerance * min(float(here.min()), float(there.min()))
         else:
             # Costs of different kinds: the prefill worker's counts first.
             pairs = _ranks(decode[partners])[:, None] + _ranks(prefill[rows]) * len(fleet)
-        pair = _fitting(fleet, pairs, rows, partners, ranking.tolerance, demand.turn)
+            slack = 0.0
+        pair = _fitting(fleet, pairs, rows, partners, slack, demand.turn)
         if pair is not None:
             return Choice(*pair, rows, partners, ranking)
-    here, there = fleet.workers[rows[prefill[rows].argmin()]], fleet.workers[partners[decode[partners].argmin()]]
-    assert here is not None
-    assert there is not None
+    first, second = fleet.workers[rows[prefill[rows].argmin()]], fleet.workers[partners[decode[partners].argmin()]]
+    assert first is not None
+    assert second is not None
     raise NoWorkerAvailable(
-        f"no prefill worker has a decode worker that it can ship to; {here.peer.name} (here) and "
-        f"{there.peer.name} (there): {mismatch(here.profile, there.profile)}"
+        f"no prefill worker has a decode worker that it can ship to; {first.peer.name} (here) and "
+        f"{second.peer.name} (there): {mismatch(first.profile, second.profile)}"
     )
 
 
@@ -262,21 +277,18 @@ def _best(costs: Floats, rows: Rows, ranking: Ranking, demand: Demand) -> int:
 
 
 def _fitting(
-    fleet: Fleet, pairs: Floats, rows: Rows, partners: Rows, tolerance: float, turn: int
+    fleet: Fleet, pairs: Floats, rows: Rows, partners: Rows, slack: float, turn: int
 ) -> tuple[int, int] | None:
-    """The cheapest pair that fits together; among equals, the turn decides."""
+    """The cheapest pair that fits together; among equals, which ``slack`` makes, the turn decides."""
     flat = pairs.reshape(-1)
     while True:
         least = flat.min()
         if least == np.inf:
             return None
-        near = np.flatnonzero(flat <= least + abs(least) * tolerance)
+        near = np.flatnonzero(flat <= least + slack)
         chosen = int(near[turn % len(near)])
         prefill, decode = int(rows[chosen % len(rows)]), int(partners[chosen // len(rows)])
-        here, there = fleet.workers[prefill], fleet.workers[decode]
-        assert here is not None, "it takes work"
-        assert there is not None, "it takes work"
-        if mismatch(here.profile, there.profile) is None:
+        if fleet.fit(prefill, decode):
             return prefill, decode
         flat[chosen] = np.inf
 
@@ -292,7 +304,8 @@ def _cheapest(costs: Floats, rows: Rows, bound: int) -> Rows:
     return rows[np.sort(np.argpartition(costs[rows], bound)[:bound])]
 
 
-def _avoided(fleet: Fleet, demand: Demand) -> Floats | None:
+def penalties(fleet: Fleet, demand: Demand) -> Floats | None:
+    """By row, what those cost more that are to be avoided; None where there are none."""
     if not demand.excluded and not demand.barred:
         return None
     extra = np.zeros(len(fleet))

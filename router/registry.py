@@ -9,10 +9,11 @@ drains is live, but takes no new work.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from protocol.connections import RECONNECT_AFTER
-from protocol.ids import Peer
+from protocol.ids import Peer, Role
 from protocol.messages import Heartbeat, WorkerLoad, WorkerProfile
 from protocol.transfer_counts import TransferCounts
 from router.totals import Totals
@@ -36,7 +37,7 @@ class Worker:
         last_seen: when the last heartbeat came (seconds, this process's monotonic clock).
         lost: why it is not live; empty while it is.
         transfer: what it counts of its handoffs.
-        earlier: what earlier incarnations of the name had counted when they were last heard of.
+        earlier: what earlier incarnations of the name had counted when they were last heard of, by their role.
         disconnected: when its connection ended, if nothing was heard over another one since.
     """
 
@@ -47,13 +48,13 @@ class Worker:
     last_seen: float
     lost: str = ""
     transfer: TransferCounts = field(default_factory=TransferCounts)
-    earlier: Totals = field(default_factory=Totals)
+    earlier: Mapping[Role, Totals] = field(default_factory=dict)
     disconnected: float | None = None
 
     @property
     def totals(self) -> Totals:
-        """What this and the earlier incarnations counted: it never falls as long as the name is known."""
-        return self.earlier.plus(self.load, self.transfer)
+        """What this and the earlier incarnations counted in its role: it never falls as long as the name is known."""
+        return self.earlier.get(self.profile.role, Totals()).plus(self.load, self.transfer)
 
     @property
     def live(self) -> bool:
@@ -122,7 +123,9 @@ class WorkerRegistry:
         age = message.load.step_age
         wedged = f"its step loop has stood for {age:.1f} s" if age > self._step_age_bound else ""
         same = known is not None and known.peer == sender
-        earlier = Totals() if known is None else known.earlier if same else known.totals
+        earlier: Mapping[Role, Totals] = {} if known is None else known.earlier
+        if known is not None and not same:
+            earlier = {**earlier, known.profile.role: known.totals}
         ended = known.disconnected if same and known is not None else None
         if ended is not None and now - ended >= RECONNECT_AFTER:
             ended = None

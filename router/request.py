@@ -250,6 +250,14 @@ class RequestMachine:
         self._tracker.move(RequestEvent.CANCELLED)
         return self._close_legs(reason)
 
+    def satisfied(self, now: float) -> list[Instruction]:
+        """The client has all it wants, though more could come: a stop string was found, or the one call."""
+        if self.ended:
+            return []
+        self._tracker.move(RequestEvent.COMPLETED)
+        self.timeline.ended = now
+        return self._close_legs("the client has all it wants")
+
     def abandon(self, error: KVFerryError, now: float) -> list[Instruction]:
         """The service cannot go on with it."""
         return [] if self.ended else self._fail(error)

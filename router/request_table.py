@@ -42,7 +42,8 @@ REQUEST_TABLE = TransitionTable(
         (RequestState.PREFILLING, RequestEvent.PREFILLED): RequestState.HANDOFF,
         (RequestState.HANDOFF, RequestEvent.DECODED): RequestState.DECODING,
         (RequestState.DECODING, RequestEvent.DECODED): RequestState.DECODING,
-        **{(state, RequestEvent.COMPLETED): RequestState.FINISHED for state in _ATTEMPTING},
+        # Between two attempts too: its reader may find that what came so far is all that is wanted.
+        **{(state, RequestEvent.COMPLETED): RequestState.FINISHED for state in _LIVE},
         **{(state, RequestEvent.RETRIED): RequestState.QUEUED for state in _ATTEMPTING},
         **{(state, RequestEvent.CANCELLED): RequestState.CANCELLED for state in _LIVE},
         **{(state, RequestEvent.FAILED): RequestState.FAILED for state in _LIVE},

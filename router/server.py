@@ -19,7 +19,7 @@ from protocol.errors import StartFailed
 from router.config import RouterConfig
 from router.front.app import Front
 from router.front.config import FrontConfig
-from router.front.keys import Gatekeeper, read_keys
+from router.front.keys import Gatekeeper, check_classes, read_keys
 from router.http_protocol import BoundedHttpProtocol
 from router.sampling_defaults import SamplingDefaults
 from router.service import Service
@@ -99,11 +99,12 @@ class RouterServer:
         published = tokenizer.generation_config if self._config.generation_config == "auto" else {}
         defaults = SamplingDefaults.published(published)
         keys = read_keys(self._config.api_keys) if self._config.api_keys else ()
+        check_classes(keys, self._config.slo)
         listener = self._bind()
         try:
             await self._service.start()
             traces = await self._begin_traces()
-            config = FrontConfig(tool_format=self._config.tool_format)
+            config = FrontConfig(tool_format=self._config.tool_format, slo=self._config.slo)
             self._front = Front(self._service, tokenizer, config, Gatekeeper(keys), defaults, traces)
             self._server = _SignalFreeServer(
                 uvicorn.Config(
@@ -160,6 +161,8 @@ class RouterServer:
         """Take no new connection, let open answers go on for the grace, then end everything."""
         self._stopping = True
         task, self._task = self._task, None
+        if self._front is not None:
+            self._front.end_watching()
         if task is not None and self._server is not None:
             self._server.should_exit = True
             done, _ = await asyncio.wait({task}, timeout=self._config.stop_grace + STOP_MARGIN)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -23,16 +23,19 @@ from protocol.ids import Peer
 from protocol.loops import Loops
 from protocol.messages import Message
 from protocol.sockets import Hub
-from router.breaker import BreakerLimits, Breakers, BreakerView
+from router.breaker import BreakerLimits, Breakers
 from router.config import RouterConfig
 from router.dispatcher import Dispatcher
-from router.front.generation import Generation, Output, ServiceHealth
+from router.front.generation import EndReason, Generation, Outputs, ServiceHealth
 from router.live_request import LiveRequest
 from router.local_prefill import LocalPrefillRule
 from router.metrics import RouterMetrics
+from router.overview import ClusterOverview
 from router.placer import Placer, PlacerConfig
 from router.registry import Worker, WorkerRegistry
 from router.request_limits import RequestLimits
+from router.slo.desk import Desk
+from router.snapshot import alerts_of, latencies, live_states, router_totals, worker_overview
 from router.span_metrics import OwnSpans
 
 _log = logging.getLogger(__name__)
@@ -74,7 +77,7 @@ class Service:
         self._placer = Placer(placing, self._registry)
         self._metrics = RouterMetrics(
             self._registry.workers,
-            lambda: self._dispatcher.live_requests,
+            lambda: len(self._dispatcher.live_requests),
             self._placer.index,
             self._placer.feeds,
             lambda worker: self._breakers.view(worker.peer),
@@ -94,8 +97,14 @@ class Service:
                 request_timeout=config.request_timeout,
                 priority_aging=config.priority_aging,
             ),
-            max_requests=config.max_requests,
-            ttft_target=config.ttft_target,
+            desk=Desk(
+                config.slo,
+                self._placer,
+                self._metrics.admission,
+                max_requests=config.max_requests,
+                ttft_target=config.ttft_target,
+                aging=config.priority_aging,
+            ),
             registry=self._registry,
             breakers=self._breakers,
             metrics=self._metrics,
@@ -105,6 +114,7 @@ class Service:
         self._hub: Hub | None = None
         self._loops = Loops()
         self._serving = False
+        self._started = time.monotonic()
         self._next_complaint = 0.0
 
     async def start(self) -> None:
@@ -126,6 +136,7 @@ class Service:
             context.destroy(linger=0)
             raise
         self._context, self._hub, self._serving = context, hub, True
+        self._started = time.monotonic()
         self._loops.start("router-receive", self._receive(hub))
         self._loops.start("router-losses", self._losses(hub))
         self._loops.start("router-tick", self._tick())
@@ -166,8 +177,8 @@ class Service:
         """The least of the live workers; None while there is none."""
         return min((worker.profile.max_model_len for worker in self._live_workers()), default=None)
 
-    async def generate(self, generation: Generation) -> AsyncGenerator[Output, None]:
-        """Continue a prompt; leaving early cancels both legs.
+    def generate(self, generation: Generation) -> Outputs:
+        """Continue a prompt; leaving early cancels both legs. It is let in when the first output is asked for.
 
         Raises:
             InvalidRequest: it can never be served; names the field.
@@ -177,32 +188,35 @@ class Service:
             AttemptsExhausted: every allowed attempt failed.
             KVFerryError: what a worker says no fresh attempt could mend.
         """
-        self._check_serving()
-        async with aclosing(self._outputs(self._dispatcher.admit(generation, time.monotonic()))) as outputs:
-            async for output in outputs:
-                yield output
+
+        def admit() -> LiveRequest:
+            self._check_serving()
+            return self._dispatcher.admit(generation, time.monotonic())
+
+        return self._outputs(admit)
 
     @contextmanager
-    def together(self, generations: Sequence[Generation]) -> Iterator[tuple[AsyncGenerator[Output, None], ...]]:
+    def together(self, generations: Sequence[Generation]) -> Iterator[tuple[Outputs, ...]]:
         """Continue one prompt several times; see :meth:`GenerationService.together`."""
         self._check_serving()
         admitted = self._dispatcher.admit_together(generations, time.monotonic())
         try:
-            yield tuple(self._outputs(live) for live in admitted)
+            yield tuple(self._outputs(_let_in(live)) for live in admitted)
         finally:
             # One whose outputs nobody began to read has nothing else that ends it.
             for live in admitted:
                 self._dispatcher.cancel(live, time.monotonic())
 
-    async def _outputs(self, live: LiveRequest) -> AsyncGenerator[Output, None]:
+    async def _outputs(self, admit: Callable[[], LiveRequest]) -> Outputs:
+        live = admit()
+        reason: EndReason | None = None
         try:
-            while True:
+            while reason is None:
                 output = await live.mailbox.take()
-                yield output
-                if output.finish_reason is not None:
-                    return
+                reason = yield output
+                reason = reason or output.finish_reason
         finally:
-            self._dispatcher.cancel(live, time.monotonic())
+            self._dispatcher.cancel(live, time.monotonic(), reason)
 
     def _check_serving(self) -> None:
         if not self._serving:
@@ -211,25 +225,35 @@ class Service:
     def health(self) -> ServiceHealth:
         """Whether a new request would find a pair of workers."""
         roles = [worker.profile.role for worker in self._live_workers()]
-        if not self._serving or any(task.done() for task in self.tasks):
-            lack: str | None = "the router is not running"
-        else:
-            lack = self._dispatcher.can_place(time.monotonic())
+        lack = self._lack(time.monotonic())
         return ServiceHealth(lack is None, roles.count("prefill"), roles.count("decode"), lack or "ready")
 
+    def _lack(self, now: float) -> str | None:
+        if not self._serving or any(task.done() for task in self.tasks):
+            return "the router is not running"
+        return self._dispatcher.can_place(now)
+
     def cluster(self) -> dict[str, Any]:
-        """The workers' state and this router's own, ready for JSON; holds no address."""
+        """The workers' state and this router's own, a ``ClusterOverview`` ready for JSON; holds no address."""
         now = time.monotonic()
-        return {
-            "model": self._config.model,
-            "router": self._config.name,
-            "policy": self._config.policy,
-            "live_requests": self._dispatcher.live_requests,
-            "max_model_len": self.max_model_len,
-            "workers": [
-                _describe(worker, self._breakers.view(worker.peer), now) for worker in self._registry.workers()
-            ],
-        }
+        workers = tuple(
+            worker_overview(worker, self._breakers.view(worker.peer), now) for worker in self._registry.workers()
+        )
+        overview = ClusterOverview(
+            model=self._config.model,
+            router=self._config.name,
+            policy=self._config.policy,
+            live_requests=len(self._dispatcher.live_requests),
+            max_model_len=self.max_model_len,
+            uptime_s=round(now - self._started, 3),
+            requests=live_states(self._dispatcher.live_requests),
+            totals=router_totals(self._metrics),
+            latency=latencies(self._metrics),
+            alerts=alerts_of(workers, self._lack(now)),
+            workers=workers,
+        )
+        told: dict[str, Any] = msgspec.to_builtins(overview)
+        return told
 
     def explain(self, name: str) -> list[dict[str, Any]]:
         """Each placement of a client's request, ready for JSON; none when it is not known (any more)."""
@@ -282,22 +306,5 @@ class Service:
             await asyncio.sleep(min(TICK, max(SHORTEST_TICK, self._dispatcher.deadline - now)))
 
 
-def _describe(worker: Worker, breaker: BreakerView, now: float) -> dict[str, Any]:
-    profile = worker.profile
-    state = "lost" if not worker.live else "draining" if worker.load.draining else "live"
-    return {
-        "name": worker.peer.name,
-        "incarnation": worker.peer.incarnation,
-        "role": profile.role,
-        "state": state,
-        "reason": worker.lost,
-        "breaker": {"state": breaker.state.value, "reason": breaker.reason, "openings": breaker.openings},
-        "last_seen_s": round(now - worker.last_seen, 3),
-        "device": profile.device,
-        "pid": profile.pid,
-        "max_model_len": profile.max_model_len,
-        "num_blocks": profile.num_blocks,
-        "layout": msgspec.to_builtins(profile.layout),
-        "load": msgspec.to_builtins(worker.load),
-        "leaked_blocks": worker.load.pool.leaked,
-    }
+def _let_in(live: LiveRequest) -> Callable[[], LiveRequest]:
+    return lambda: live

@@ -33,6 +33,17 @@ class Timeline:
     decode_worker: str = ""
     local_prefill: str = ""
 
+    @property
+    def ttft(self) -> float | None:
+        """Seconds to the first token."""
+        return None if self.first_token is None else self.first_token - self.submitted
+
+    def tpot(self, tokens: int) -> float | None:
+        """Seconds of each token after the first, where there were any."""
+        if self.first_token is None or self.ended is None or tokens < 2:
+            return None
+        return (self.ended - self.first_token) / (tokens - 1)
+
     def report(self, request_id: str, attempts: int, now: float) -> GenerationReport:
         """What is known at ``now``."""
         prefill = self.prefill or StageTimes()

@@ -53,6 +53,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="also kill processes and cut links of a cluster on several machines: ten minutes, and a table of times",
     )
 
+    group = parser.getgroup("status page")
+    group.addoption("--screenshots", default="", help="folder in which pictures of the status page are kept")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.fault_seed is None:

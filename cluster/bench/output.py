@@ -11,7 +11,7 @@ from rich.table import Table
 
 from protocol.errors import ConfigError
 
-TABLE_WIDTH = 132
+TABLE_WIDTH = 160
 """Where standard output is no terminal."""
 
 

@@ -103,7 +103,7 @@ def examine_keys(wish: Wish) -> list[Finding]:
 def examine_memory(wish: Wish) -> list[Finding]:
     """Whether the KV pools of a cluster on this machine fit into what is available. Loads torch."""
     from engine.models.config import ModelConfig
-    from engine.runner import pool_blocks, resolve_cache_dtype, resolve_device, resolve_dtype
+    from engine.resolution import pool_blocks, resolve_cache_dtype, resolve_device, resolve_dtype
     from protocol.layout import KVLayout
 
     config = wish.config

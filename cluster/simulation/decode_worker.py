@@ -1,8 +1,9 @@
 """A decode worker: room for sequences, in the order in which they came, and steps of all those whose blocks are there.
 
-Life cycle of a job here: waiting, reserved for (its whole output at once, so that none has to make room), landed,
-stepped from the next step on, ended. Steps are not done one by one: while the same sequences run, the time of any
-number of steps is a formula, and only those are looked at in which one joins or ends.
+Life cycle of a job here: waiting, reserved for (its whole output at once, so that none has to make room), landed, or
+computed here, stepped from the next step on, ended. Steps are not done one by one: while the same sequences run, the
+time of any number of steps is a formula, and only those are looked at in which one joins or ends, or that compute a
+share of a prompt.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from heapq import heappop, heappush
 
 from cluster.simulation.job import Job
 from cluster.simulation.link import Link
+from cluster.simulation.local_prompts import LocalPrompts
 from cluster.simulation.simulated_worker import SimulatedWorker, Site, Tally
 from protocol.ids import Peer, Role
 from protocol.messages import WorkerLoad
@@ -25,6 +27,7 @@ class DecodeWorker(SimulatedWorker):
     Args:
         peer, site, link, tally: see :class:`~cluster.simulation.simulated_worker.SimulatedWorker`.
         reserved: is told when there is room for a job.
+        computed: is told when a job whose prompt is computed here has its first token.
         ended: is told when a job has its last token.
     """
 
@@ -37,10 +40,12 @@ class DecodeWorker(SimulatedWorker):
         link: Link,
         tally: Tally,
         reserved: Callable[[Job], None],
+        computed: Callable[[Job], None],
         ended: Callable[[Job], None],
     ) -> None:
         super().__init__(peer, site, link, tally)
         self._reserved = reserved
+        self._computed = computed
         self._ended = ended
         self._waiting: deque[Job] = deque()
         self._expected = 0
@@ -53,12 +58,20 @@ class DecodeWorker(SimulatedWorker):
         self._context = 0
         self._plan = 0
         self._tokens = 0
+        self._local = LocalPrompts(site.profile)
+        # When the step under way ends, if it computes a share of a prompt.
+        self._mixed_until: float | None = None
+        self._seconds = 0.0
+        # Tokens of answers that room was made for, and of prompts whose sequences are stepped.
+        self._promised = self._prompts = 0
 
     def receive(self, job: Job) -> None:
         """Room is wanted for a job."""
         if self.alive:
             self._waiting.append(job)
             self._let_in()
+            if self._local:
+                self._replan()
 
     def land(self, job: Job) -> None:
         """A job's blocks are here."""
@@ -80,14 +93,16 @@ class DecodeWorker(SimulatedWorker):
         if not self.alive or stay is None:
             return
         job.there = None
+        self._promised -= job.output
         if job in self._landed:
             self._landed.remove(job)
         elif job.joined >= 0:
             self._catch_up(self._step_at(self._agenda.now))
             self._context -= self._context_of(job)
+            self._prompts -= job.prompt.length + 1
             self._ends = [each for each in self._ends if each[2] is not job]
             self._ends.sort()
-        else:
+        elif not self._local.drop(job):
             self._expected -= 1
         self._leave(stay)
         self._let_in()
@@ -102,26 +117,41 @@ class DecodeWorker(SimulatedWorker):
         return WorkerLoad(
             pool=self._cache.counts,
             waiting=len(self._waiting) + self._expected + len(self._landed),
-            running=len(self._ends),
+            waiting_tokens=self._local.left + sum(job.prompt.length for job in self._waiting),
+            running=len(self._ends) + len(self._local),
             open_imports=self._expected,
             steps=self._step_at(self._agenda.now),
+            step_seconds=self._seconds,
+            empty_slots=max(0, self._promised - (self._context - self._prompts)),
             decode_tokens=self._tokens,
+            used_slots=self._cache.counts.used * self._size,
+            draining=self.draining,
             kv_bytes=self.link.nbytes,
             kv_seconds=self.link.seconds,
             step_fixed=self._pace.fixed,
             step_per_token=self._pace.per_token,
+            step_mean_tokens=self._pace.mean_tokens,
         )
 
     def _let_in(self) -> None:
-        while self._waiting and self._expected + len(self._landed) + len(self._ends) < self._profile.max_sequences:
+        here = len(self._landed) + len(self._ends) + len(self._local)
+        while self._waiting and self._expected + here < self._profile.max_sequences:
             job = self._waiting[0]
             if not job.given_up:
                 stay = self._take(job, job.prompt.length + job.output)
                 if stay is None:
                     return
                 job.there, job.reserved = stay, self._agenda.now
-                self._expected += 1
-                self._reserved(job)
+                self._promised += job.output
+                if job.prefill is self:
+                    job.begun = self._agenda.now
+                    job.computed = min(stay.found, (job.prompt.length - 1) // self._size) * self._size
+                    self.tally.found += job.computed
+                    self._local.add(job)
+                    here += 1
+                else:
+                    self._expected += 1
+                    self._reserved(job)
             self._waiting.popleft()
 
     def _pace_now(self) -> tuple[float, float]:
@@ -137,7 +167,7 @@ class DecodeWorker(SimulatedWorker):
 
     def _step_at(self, now: float) -> int:
         """Steps that are done by then."""
-        if not self._ends:
+        if not self._ends or self._mixed_until is not None:
             return self._steps
         first, growth = self._pace_now()
         past = now - self._since + 1e-9
@@ -149,28 +179,33 @@ class DecodeWorker(SimulatedWorker):
     def _catch_up(self, steps: int) -> None:
         """Account for all steps up to that number."""
         done, count = steps - self._steps, len(self._ends)
-        if not done or not count:
+        if not done or not (count or self._local.tokens):
             return
-        took = self._time_of(done)
-        self._pace.add(count, took / done)
+        took = self._time_of(done) if self._mixed_until is None else self._mixed_until - self._since
+        self._pace.add(count + self._local.tokens, took / done)
         self._since += took
         self._steps = steps
         self._context += done * count
         self._tokens += done * count
+        self._seconds += took
         self.tally.steps += done
         self.tally.tokens += done * count
+        self.tally.prompt_tokens += self._local.tokens
         self.tally.busy += took
 
     def _replan(self) -> None:
         """Say when next a sequence ends, or joins."""
         self._plan += 1
+        if self._mixed_until is not None:
+            self._agenda.at(self._mixed_until, self._turn, self._plan, self._steps + 1)
+            return
         if not self._ends:
-            if self._landed:
+            if self._landed or self._local:
                 self._since = self._agenda.now
                 self._turn(self._plan, self._steps)
             return
         step = self._ends[0][0]
-        if self._landed:
+        if self._landed or self._local:
             # A step is under way: who has landed joins the next.
             step = min(step, self._step_at(self._agenda.now) + 1)
         self._agenda.at(self._since + self._time_of(step - self._steps), self._turn, self._plan, step)
@@ -180,6 +215,9 @@ class DecodeWorker(SimulatedWorker):
         if plan != self._plan or not self.alive:
             return
         self._catch_up(step)
+        self._mixed_until = None
+        for job in self._local.complete():
+            self._prompt_through(job)
         ends = self._ends
         while ends and ends[0][0] <= step:
             self._end(heappop(ends)[2])
@@ -187,10 +225,27 @@ class DecodeWorker(SimulatedWorker):
             job.joined = step
             self._order += 1
             self._context += job.prompt.length + 1
+            self._prompts += job.prompt.length + 1
             heappush(ends, (step + job.output - 1, self._order, job))
         self._landed = []
         self._let_in()
+        if self._local:
+            more = self._local.share(len(ends))
+            self._mixed_until = self._since + more + (self._time_of(1) if ends else self._profile.prefill_fixed)
         self._replan()
+
+    def _prompt_through(self, job: Job) -> None:
+        stay = job.there
+        assert stay is not None, "it was let in"
+        self._seal(stay, job.prompt.blocks[stay.found : job.prompt.length // self._size])
+        job.first = self._agenda.now
+        self.tally.prompts += 1
+        if job.decode is None:
+            self._leave(stay)
+            job.there = None
+        else:
+            self._landed.append(job)
+        self._computed(job)
 
     def _context_of(self, job: Job) -> int:
         return job.prompt.length + 1 + self._steps - job.joined
@@ -199,6 +254,8 @@ class DecodeWorker(SimulatedWorker):
         stay = job.there
         assert stay is not None, "it was reserved for"
         self._context -= self._context_of(job)
+        self._prompts -= job.prompt.length + 1
+        self._promised -= job.output
         full = (job.prompt.length + job.output) // self._size
         self._seal(stay, job.prompt.blocks[job.prompt.length // self._size : full])
         self._leave(stay)

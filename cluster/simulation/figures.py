@@ -14,7 +14,7 @@ from cluster.simulation.scenario import Scenario
 from cluster.simulation.simulated_worker import Tally
 from router.placer import Placer
 
-VERSION = 1
+VERSION = 2
 CURVE = tuple(range(101))
 """Percentiles that are kept for a picture."""
 
@@ -33,6 +33,31 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     p99: float
     curve: tuple[float, ...]
 
+    @property
+    def most(self) -> float:
+        """The largest sample."""
+        return max(self.curve, default=0.0)
+
+
+class TenantFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What became of one tenant's requests.
+
+    Attributes:
+        tenant: its name.
+        requests, finished, refused: how many came, and what became of them.
+        good: share of those that came which met both targets.
+        served: its share of all tokens of requests that finished.
+        ttft: of those that finished.
+    """
+
+    tenant: str
+    requests: int
+    finished: int
+    refused: int
+    good: float
+    served: float
+    ttft: Spread
+
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One policy on one trace.
@@ -44,7 +69,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         ttft, tpot, e2e: of those that finished; tpot of those with more than one token.
         good, goodput: share of all that came which met both targets, and how many a second those were.
         rate: requests that came a second.
-        cached: share of prompt tokens that prefill workers had.
+        cached: share of prompt tokens that those had who computed the prompts.
+        local: share of first tokens that came from decode workers.
         prefill_load, decode_load: what the busiest worker of a role did, by the mean of them: seconds in steps of
             prefill, tokens of decode.
         prefill_busy, decode_busy: share of the time that workers were in steps, in the mean.
@@ -54,6 +80,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         cpu_seconds: that it took.
         events, messages: that happened, and that routers heard.
         indexed: blocks that the routers knew of in the end, and the bytes of their indexes.
+        tenants: of each, where there are several.
     """
 
     policy: str
@@ -69,6 +96,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     goodput: float
     rate: float
     cached: float
+    local: float
     prefill_load: float
     decode_load: float
     prefill_busy: float
@@ -79,6 +107,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     events: int
     messages: int
     indexed: tuple[int, int]
+    tenants: tuple[TenantFigures, ...] = ()
 
 
 class SimulationReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -86,22 +115,25 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     Attributes:
         version: of this format.
-        trace, requests, rate, seed, profile, workers, routers, link_gbps, ttft_target, ttft, tpot, failures: as asked
-            for, or taken where they were not.
-        figures: of each policy.
+        trace, requests, rates, seed, profile, workers, routers, link_gbps, ttft_target, local_prefill,
+            admission, tenants, ttft, tpot, failures: as asked for, or taken where they were not.
+        figures: of each policy, one rate after the other.
     """
 
     version: int = VERSION
     kvferry: str
     trace: str
     requests: int
-    rate: float | None
+    rates: tuple[float | None, ...]
     seed: int
     profile: str
     workers: str
     routers: int
     link_gbps: float
     ttft_target: float
+    local_prefill: str
+    admission: bool
+    tenants: str
     ttft: float
     tpot: float
     failures: str
@@ -128,7 +160,11 @@ def figures_of(
     span = max(float(np.ptp(at)) if count else 0.0, 1e-9)
     prefill = [tally for name, tally in tallies.items() if name.startswith("prefill")]
     decode = [tally for name, tally in tallies.items() if name.startswith("decode")]
-    computed, found = sum(tally.tokens for tally in prefill), sum(tally.found for tally in prefill)
+    whole = Tally()
+    for tally in tallies.values():
+        whole.prompts += tally.prompts
+        whole.prompt_tokens += tally.prompt_tokens
+        whole.found += tally.found
     known = ~np.isnan(records.predicted[:count]) & ~np.isnan(ttft)
     off = np.abs(records.predicted[:count] - ttft)[known]
     return Figures(
@@ -144,7 +180,8 @@ def figures_of(
         good=float(good.sum()) / max(1, count),
         goodput=float(good.sum()) / span,
         rate=count / span,
-        cached=found / max(1, found + computed),
+        cached=whole.found / max(1, whole.found + whole.prompt_tokens),
+        local=sum(tally.prompts for tally in decode) / max(1, whole.prompts),
         prefill_load=_uneven([tally.busy for tally in prefill]),
         decode_load=_uneven([float(tally.tokens) for tally in decode]),
         prefill_busy=sum(tally.busy for tally in prefill) / len(prefill) / max(simulated, 1e-9),
@@ -155,7 +192,30 @@ def figures_of(
         events=events,
         messages=messages,
         indexed=(sum(each.index.blocks for each in placers), sum(each.index.nbytes for each in placers)),
+        tenants=_by_tenant(records, good) if len(records.tenants) > 1 else (),
     )
+
+
+def _by_tenant(records: Records, good: NDArray[np.bool_]) -> tuple[TenantFigures, ...]:
+    count = records.ended
+    outcome, tokens, tenant = records.outcome[:count], records.tokens[:count], records.tenant[:count]
+    finished = outcome == Outcome.FINISHED
+    every = max(1, int(tokens[finished].sum()))
+    found = []
+    for number, name in enumerate(records.tenants):
+        mine = tenant == number
+        found.append(
+            TenantFigures(
+                tenant=name,
+                requests=int(mine.sum()),
+                finished=int((mine & finished).sum()),
+                refused=int((mine & (outcome == Outcome.REFUSED)).sum()),
+                good=float(good[mine].sum()) / max(1, int(mine.sum())),
+                served=int(tokens[mine & finished].sum()) / every,
+                ttft=_spread(records.ttft[:count][mine & finished]),
+            )
+        )
+    return tuple(found)
 
 
 def _spread(samples: NDArray[np.float64]) -> Spread:
@@ -171,23 +231,44 @@ def _uneven(loads: Sequence[float]) -> float:
 
 
 def simulation_table(figures: Sequence[Figures]) -> Table:
-    """A row for each policy."""
+    """A row for each policy and rate."""
     table = Table(box=None, pad_edge=False)
     table.add_column("policy", no_wrap=True)
     for heading in (
-        *("TTFT ms", "p50", "p99", "TPOT ms", "p99", "good %", "good/s", "cached %"),
+        *("req/s", "TTFT ms", "p50", "p99", "most", "TPOT ms", "p99", "good %", "good/s", "cached %"),
         *("P load", "D load", "busy %", "refused", "failed", "error %"),
     ):
         table.add_column(heading, justify="right", no_wrap=True)
     for each in figures:
         table.add_row(
             each.policy,
-            *(f"{1e3 * value:.4g}" for value in (each.ttft.mean, each.ttft.p50, each.ttft.p99)),
+            f"{each.rate:.4g}",
+            *(f"{1e3 * value:.4g}" for value in (each.ttft.mean, each.ttft.p50, each.ttft.p99, each.ttft.most)),
             *(f"{1e3 * value:.3g}" for value in (each.tpot.mean, each.tpot.p99)),
             *(f"{100 * each.good:.1f}", f"{each.goodput:.4g}", f"{100 * each.cached:.1f}"),
             *(f"{each.prefill_load:.2f}", f"{each.decode_load:.2f}", f"{100 * each.prefill_busy:.0f}"),
             *(str(each.refused), str(each.failed), f"{100 * each.prediction_error:.0f}"),
         )
+    return table
+
+
+def tenant_table(figures: Sequence[Figures]) -> Table:
+    """A row for each tenant of each run."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("policy", "tenant"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("req/s", "requests", "refused", "tokens %", "good %", "TTFT ms", "p99"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for each in figures:
+        for mine in each.tenants:
+            table.add_row(
+                each.policy,
+                mine.tenant,
+                f"{each.rate * mine.requests / max(1, each.requests):.4g}",
+                *(str(mine.requests), str(mine.refused)),
+                *(f"{100 * mine.served:.1f}", f"{100 * mine.good:.1f}"),
+                *(f"{1e3 * value:.4g}" for value in (mine.ttft.mean, mine.ttft.p99)),
+            )
     return table
 
 
@@ -199,4 +280,9 @@ def remarks(report: SimulationReport) -> list[str]:
         "load: the busiest worker of a role by the mean of them; busy: of prefill; error: of the predicted TTFT",
         f"{first.requests} requests, {first.rate:.4g} a second, {first.simulated:.4g} s simulated in "
         f"{first.cpu_seconds:.3g} s of CPU: {first.events} events, {first.messages} messages to routers",
+        *(
+            f"{each.policy}: {100 * each.local:.3g} % of prompts were computed on decode workers"
+            for each in report.figures
+            if each.local
+        ),
     ]

@@ -40,7 +40,8 @@ class Job:
         attempt: which, from 0.
         prompt: what is to be computed.
         output: tokens that are wanted of it.
-        prefill, decode: where; no decode where prefill's token is the whole answer.
+        prefill, decode: where; no decode where prefill's token is the whole answer, and the same where a decode worker
+            computes the prompt itself.
         here, there: of prefill's pool, and of decode's; None before, and after.
         computed: tokens of the prompt that are through.
         begun: when prefill let it in.
@@ -53,7 +54,7 @@ class Job:
     attempt: int
     prompt: SimulatedPrompt
     output: int
-    prefill: PrefillWorker
+    prefill: PrefillWorker | DecodeWorker
     decode: DecodeWorker | None
     here: Stay | None = None
     there: Stay | None = None

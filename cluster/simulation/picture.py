@@ -22,14 +22,15 @@ def _figure(report: SimulationReport) -> Any:
 
     figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES), layout="constrained")
     first, further, good = figure.subplots(1, 3)
-    for each in report.figures:
+    several = len(report.rates) > 1
+    names = [f"{each.policy}, {each.rate:.4g}/s" if several else each.policy for each in report.figures]
+    for each, name in zip(report.figures, names, strict=True):
         for axes, spread in ((first, each.ttft), (further, each.tpot)):
             if spread.curve:
-                axes.plot([1e3 * value for value in spread.curve], CURVE, label=each.policy)
+                axes.plot([1e3 * value for value in spread.curve], CURVE, label=name)
     for axes, title in ((first, "time to the first token"), (further, "time per output token")):
         axes.set(xscale="log", xlabel="ms", ylabel="% of requests", title=title)
         axes.legend(fontsize="small")
-    names = [each.policy for each in report.figures]
     good.barh(names, [100 * each.good for each in report.figures])
     good.set(xlabel="% of requests", title=f"within {report.ttft:g} s and {report.tpot:g} s a token", xlim=(0, 100))
     figure.suptitle(f"{report.trace}, {report.workers}, {report.profile}")

@@ -33,6 +33,7 @@ class PrefillWorker(SimulatedWorker):
         self._running: list[Job] = []
         self._stepping = False
         self._tokens = self._steps = 0
+        self._seconds = 0.0
 
     def receive(self, job: Job) -> None:
         """A prompt has come."""
@@ -62,11 +63,14 @@ class PrefillWorker(SimulatedWorker):
             waiting_tokens=running + sum(job.prompt.length for job in self._waiting),
             running=len(self._running),
             steps=self._steps,
+            step_seconds=self._seconds,
             prefill_tokens=self._tokens,
+            draining=self.draining,
             kv_bytes=self.link.nbytes,
             kv_seconds=self.link.seconds,
             step_fixed=self._pace.fixed,
             step_per_token=self._pace.per_token,
+            step_mean_tokens=self._pace.mean_tokens,
         )
 
     def _step(self) -> None:
@@ -109,8 +113,10 @@ class PrefillWorker(SimulatedWorker):
         self._pace.add(tokens, seconds)
         self._steps += 1
         self._tokens += tokens
+        self._seconds += seconds
         self.tally.steps += 1
         self.tally.tokens += tokens
+        self.tally.prompt_tokens += tokens
         self.tally.busy += seconds
         ended = False
         for job, count in work:
@@ -131,6 +137,7 @@ class PrefillWorker(SimulatedWorker):
             return
         self._seal(stay, job.prompt.blocks[stay.found : job.prompt.length // self._size])
         job.first = self._agenda.now
+        self.tally.prompts += 1
         if job.decode is None:
             self._leave(stay)
             job.here = None

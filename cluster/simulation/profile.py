@@ -29,6 +29,7 @@ class EngineProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         decode_fixed, decode_per_sequence, decode_per_context: of a step of decode: in any case, for each sequence, and
             for each token of their contexts.
         ttft, tpot: what a request wants of it where it is not said.
+        mixed_tokens: of a step of decode that also computes prompts, those of the sequences in it included.
     """
 
     layout: KVLayout
@@ -43,6 +44,7 @@ class EngineProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     decode_per_context: _Time
     ttft: _Time
     tpot: _Time
+    mixed_tokens: _Least = 512
 
     @property
     def token_bytes(self) -> float:

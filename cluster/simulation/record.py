@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from cluster.simulation.job import Job
 from cluster.simulation.prompt import SimulatedPrompt
 from protocol.ids import Peer
 from router.explanations import Decision
+from router.slo.ticket import Ticket
 
 if TYPE_CHECKING:
     from cluster.simulation.simulated_router import SimulatedRouter
@@ -36,6 +38,7 @@ class Request:
         trace: what it is.
         prompt: of its first attempt.
         router: that it came to.
+        tenant: whose it is.
         at: when it came.
         attempt: which is under way.
         job: that attempt; None while none is placed.
@@ -44,6 +47,7 @@ class Request:
         first: when the first token of all came; None before.
         excluded: who failed it.
         wait_until: when it is given up for want of workers.
+        ticket: its place in the router's queue, where that has one.
     """
 
     number: int
@@ -51,6 +55,7 @@ class Request:
     prompt: SimulatedPrompt
     router: SimulatedRouter
     at: float
+    tenant: str = ""
     attempt: int = 0
     job: Job | None = None
     decision: Decision | None = None
@@ -58,6 +63,7 @@ class Request:
     first: float | None = None
     excluded: frozenset[Peer] = frozenset()
     wait_until: float = 0.0
+    ticket: Ticket[Request] | None = None
 
 
 class Records:
@@ -65,23 +71,29 @@ class Records:
 
     Args:
         count: of requests.
+        tenants: whose they may be.
 
     Attributes:
         outcome: of each, an :class:`Outcome`.
         at: when it came.
         ttft, tpot, e2e: seconds; not a number where there are none.
         predicted: time to the first token that was predicted of its first attempt.
+        tokens: of its prompt and its answer.
+        tenant: whose it is, as a place in a list of theirs.
         ended: how many have.
         retries: attempts beyond the first.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, tenants: Sequence[str] = ("",)) -> None:
         self.outcome = np.zeros(count, dtype=np.int8)
         self.at = np.zeros(count)
         self.ttft = np.full(count, np.nan)
         self.tpot = np.full(count, np.nan)
         self.e2e = np.full(count, np.nan)
         self.predicted = np.full(count, np.nan)
+        self.tokens = np.zeros(count, dtype=np.int64)
+        self.tenant = np.zeros(count, dtype=np.int16)
+        self.tenants = tenants
         self.ended = 0
         self.retries = 0
 
@@ -98,6 +110,8 @@ class Records:
         self.ended += 1
         self.outcome[number] = outcome
         self.at[number] = request.at
+        self.tokens[number] = request.trace.prompt_tokens + request.trace.output_tokens
+        self.tenant[number] = self.tenants.index(request.tenant)
         if outcome is Outcome.FINISHED and request.first is not None:
             self.e2e[number] = now - request.at
             if request.trace.output_tokens > 1:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from cluster.simulation.elasticity import Elasticity
 from cluster.simulation.profile import EngineProfile
 from protocol.errors import ConfigError
+from router.local_prefill import LocalPrefill
 from router.policy import POLICIES
+from router.slo.classes import SLOConfig
 
 MAX_WORKERS = 4096
 MAX_ROUTERS = 64
+MODES: tuple[LocalPrefill, ...] = ("never", "fallback", "auto", "always")
+"""When decode workers compute prompts, without a length from which on they are short."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +41,18 @@ class Scenario:
         profile: of every worker's engine.
         prefill, decode: how many workers of either role.
         policy: by which the routers place.
+        local_prefill: when decode workers compute prompts, as a router has it.
         routers: how many; requests take turns at them.
         seed: of when each worker's heartbeats come.
         link: of every worker's network, in bytes a second.
         latency: of a message, in seconds.
         ttft_target: the router's; 0 refuses nothing.
+        slo: classes of the routers; all requests are of the default one.
+        tenants: parts of the conversations that each sends; none for one who sends all.
         ttft, tpot: within which an answer counts as good, in seconds.
         max_requests: live ones of a router.
         failures: what dies.
+        elasticity: by which workers come, go and change their role; None leaves them as they are.
 
     Raises:
         ConfigError: a value is out of range; names field and value.
@@ -53,6 +62,7 @@ class Scenario:
     prefill: int
     decode: int
     policy: str = "cost"
+    local_prefill: LocalPrefill = "fallback"
     routers: int = 1
     seed: int = 0
     link: float = 12.5e9
@@ -62,6 +72,9 @@ class Scenario:
     tpot: float = 0.05
     max_requests: int = 1 << 20
     failures: tuple[Failure, ...] = field(default=())
+    elasticity: Elasticity | None = None
+    slo: SLOConfig = field(default_factory=SLOConfig)
+    tenants: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -118,6 +131,32 @@ def parse_policies(text: str) -> tuple[str, ...]:
         if name not in POLICIES:
             raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, got {name!r}", field="policy")
     return names
+
+
+def parse_local_prefill(text: str) -> LocalPrefill:
+    """When decode workers compute prompts.
+
+    Raises:
+        ConfigError: there is no such mode, or it needs a length; names those there are.
+    """
+    for mode in MODES:
+        if text == mode:
+            return mode
+    raise ConfigError(f"local_prefill must be one of {', '.join(MODES)}, got {text!r}", field="local_prefill")
+
+
+def parse_loads(text: str) -> tuple[float, ...]:
+    """``0.5,1,1.5``: shares of what the workers could do.
+
+    Raises:
+        ConfigError: one is no number in [0.01, 10].
+    """
+    loads = []
+    for part in text.split(","):
+        if re.fullmatch(r"\d{1,2}(\.\d{1,9})?", part.strip()) is None or not 0.01 <= float(part) <= 10.0:
+            raise ConfigError(f"load must be numbers in [0.01, 10] with commas between, got {part!r}", field="load")
+        loads.append(float(part))
+    return tuple(loads)
 
 
 def parse_failures(text: str) -> tuple[Failure, ...]:

@@ -1,11 +1,12 @@
-"""A router: the real registry, placer, feeds and breakers, told of what simulated workers send.
+"""A router: the real registry, placer, feeds, breakers and admission, told of what simulated workers send.
 
-Life cycle of a request here: arrived, placed, first token, decoding, ended; after the loss of a worker that it needs it
-is placed again, with its prompt and the tokens that have come, as the request machine does.
+Life cycle of a request here: arrived, let in, placed, first token, decoding, ended; after the loss of a worker that it
+needs it is placed again, with its prompt and the tokens that have come, as the request machine does.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 from cluster.simulation.agenda import Agenda
@@ -19,10 +20,15 @@ from protocol.kv_events import KVEvents, KVFollow, KVSnapshot
 from protocol.messages import Heartbeat, Message
 from router.breaker import BreakerLimits, Breakers
 from router.config import RouterConfig
+from router.local_prefill import LocalPrefillRule
 from router.placer import Placer, PlacerConfig
 from router.policy import Demand, Placement
 from router.registry import WorkerEvent, WorkerJoined, WorkerRegistry
+from router.slo.admission import Admission, Admit
+from router.slo.ticket import Ticket
 
+MOST = 1 << 16
+"""Output tokens that clients ask for at most: how long an answer will be, no router knows."""
 TICK = 0.1
 """Seconds between two looks at who has fallen silent."""
 
@@ -63,7 +69,11 @@ class SimulatedRouter:
         self._close = close_job
         self._registry = WorkerRegistry(config.worker_timeout, config.step_age_bound, config.forget_after)
         placing = PlacerConfig(
-            MODEL, config.policy, slow_start=config.slow_start, explained_requests=config.explained_requests
+            MODEL,
+            config.policy,
+            LocalPrefillRule(config.local_prefill, config.local_prefill_tokens),
+            slow_start=config.slow_start,
+            explained_requests=config.explained_requests,
         )
         self.placer = Placer(placing, self._registry)
         self._breakers = Breakers(
@@ -73,6 +83,7 @@ class SimulatedRouter:
         )
         self._live: dict[int, Request] = {}
         self._waiting: dict[int, Request] = {}
+        self._admission: Admission[Ticket[Request]] = Admission(config.slo, self.placer, config.priority_aging)
         self._turn = 0
 
     def tick(self) -> None:
@@ -81,6 +92,9 @@ class SimulatedRouter:
         self._workers_changed(self._registry.tick(now))
         for request in [each for each in self._waiting.values() if each.wait_until <= now]:
             self._end(request, Outcome.FAILED)
+        for refused in self._admission.overdue(now):
+            self._end(refused.ticket.payload, Outcome.REFUSED)
+        self._let_on()
         self._agenda.after(TICK, self.tick)
 
     def hear(self, sender: Peer, message: Message) -> None:
@@ -91,6 +105,7 @@ class SimulatedRouter:
             case Heartbeat():
                 self._workers_changed(self._registry.heartbeat(sender, sender.name.encode(), message, now))
                 answer = self.placer.heartbeat(sender, message.kv_sequence, now)
+                self._let_on()
             case KVEvents() | KVSnapshot():
                 answer = self.placer.told(sender, message, now)
         if answer is not None:
@@ -105,8 +120,10 @@ class SimulatedRouter:
         self._live[request.number] = request
         if len(self._live) > self._config.max_requests:
             self._end(request, Outcome.REFUSED)
-            return
-        self._place(request)
+        elif self._config.slo.active:
+            self._wait_for_turn(request)
+        else:
+            self._place(request)
 
     def first_token(self, job: Job) -> None:
         """Prefill's token has come."""
@@ -120,6 +137,7 @@ class SimulatedRouter:
         if job.decode is None:
             self._answered(job)
             self._end(request, Outcome.FINISHED)
+        self._let_on()
 
     def last_token(self, job: Job) -> None:
         """Decode has come to its end."""
@@ -128,37 +146,74 @@ class SimulatedRouter:
             return
         self._answered(job)
         if request.decision is not None and request.first is not None and not request.attempt:
-            self.placer.ended(request.decision, request.trace.output_tokens, now - request.first, now)
+            self.placer.ended(request.decision, request.trace.output_tokens, now - request.first)
         self._end(request, Outcome.FINISHED)
+        self._let_on()
 
     def _answered(self, job: Job) -> None:
         for worker in (job.prefill, job.decode):
             if worker is not None:
                 self._breakers.answered(worker.peer, self._agenda.now)
 
-    def _place(self, request: Request) -> None:
-        now, trace = self._agenda.now, request.trace
-        prompt = request.prompt.with_answer(request.emitted) if request.emitted else request.prompt
+    def _wait_for_turn(self, request: Request) -> None:
+        now, trace, slo = self._agenda.now, request.trace, self._config.slo.of("")
+        request.ticket = Ticket(
+            payload=request,
+            slo=slo,
+            tenant=request.tenant,
+            prompt=request.prompt.length,
+            most=1 if trace.output_tokens == 1 else MOST,
+            arrived=now,
+            ttft=slo.ttft or math.inf,
+            limit=slo.deadline or math.inf,
+        )
+        demand = self._demand(request, request.prompt, frozenset())
+        for refused in self._admission.arrive(request.ticket, request.prompt, demand, now):
+            self._end(refused.ticket.payload, Outcome.REFUSED)
+        self._let_on()
+
+    def _let_on(self) -> None:
+        while (step := self._admission.next(self._agenda.now)) is not None:
+            request = step.ticket.payload
+            if isinstance(step, Admit):
+                self._place(request, step.full)
+            else:
+                self._end(request, Outcome.REFUSED)
+
+    def _demand(self, request: Request, prompt: SimulatedPrompt, full: frozenset[Peer]) -> Demand:
+        now, trace, ticket = self._agenda.now, request.trace, request.ticket
+        target = self._config.ttft_target
+        if ticket is not None:
+            target = max(ticket.bound - (now - ticket.arrived), 1e-9) if math.isfinite(ticket.bound) else 0.0
         output = trace.output_tokens - request.emitted
-        demand = Demand(
+        return Demand(
             needs_decode=output > 1,
-            excluded=request.excluded,
+            excluded=request.excluded | full,
             turn=self._turn,
             prompt_tokens=prompt.length,
             output=output,
             session=str(trace.session),
-            ttft_target=0.0 if request.attempt else self._config.ttft_target,
+            ttft_target=0.0 if request.attempt else target,
             barred=self._breakers.barred(now),
+            reserve=0.0 if request.attempt or ticket is None else ticket.tokens,
         )
+
+    def _place(self, request: Request, full: frozenset[Peer] = frozenset()) -> None:
+        now, ticket = self._agenda.now, request.ticket
+        prompt = request.prompt.with_answer(request.emitted) if request.emitted else request.prompt
         key = RequestKey(f"r{request.number}", request.attempt)
         try:
-            placement, decision = self.placer.place(prompt, demand, key, now)
+            placement, decision = self.placer.place(prompt, self._demand(request, prompt, full), key, now)
         except TargetOutOfReach:
+            if ticket is not None:
+                self._admission.unplaced(ticket)
             self._end(request, Outcome.REFUSED)
             return
         except NoWorkerAvailable:
             self._wait(request)
             return
+        if ticket is not None and not request.attempt:
+            self._admission.placed(ticket, decision.prompt_tokens - decision.cached_tokens)
         self._turn += 1
         self._waiting.pop(request.number, None)
         self.placer.explanations.keep(key.request_id, decision)
@@ -188,8 +243,7 @@ class SimulatedRouter:
                     self._again(request, event.peer)
 
     def _again(self, request: Request, lost: Peer) -> None:
-        if request.decision is not None:
-            self.placer.release(request.decision)
+        self._release(request)
         job = request.job
         assert job is not None, "it was placed"
         came = self._close(job)
@@ -209,9 +263,17 @@ class SimulatedRouter:
     def _end(self, request: Request, outcome: Outcome) -> None:
         self._live.pop(request.number, None)
         self._waiting.pop(request.number, None)
-        if request.decision is not None:
-            self.placer.release(request.decision)
+        self._release(request)
+        if request.ticket is not None:
+            finished = outcome is Outcome.FINISHED
+            output = request.trace.output_tokens if finished else request.emitted
+            self._admission.ended(request.ticket, output, (output,) if finished else ())
         self._records.end(request, outcome, self._agenda.now)
+
+    def _release(self, request: Request) -> None:
+        decision, request.decision = request.decision, None
+        if decision is not None:
+            self.placer.release(decision, self._agenda.now, computed=False)
 
 
 def _needs(job: Job, peer: Peer) -> bool:

@@ -15,6 +15,7 @@ from engine.step_pace import StepPace
 from protocol.ids import Peer, Role
 from protocol.kv_events import KVFollow
 from protocol.kv_publisher import KVPublisher
+from protocol.layout import KVLayout
 from protocol.messages import Heartbeat, Message, WorkerLoad, WorkerProfile
 
 MODEL = "simulated"
@@ -48,12 +49,15 @@ class Tally:
     Attributes:
         busy: seconds in steps.
         steps, tokens: that it computed: of prompts, or of outputs.
+        prompts, prompt_tokens: that it computed.
         found: tokens of prompts that it had.
     """
 
     busy: float = 0.0
     steps: int = 0
     tokens: int = 0
+    prompts: int = 0
+    prompt_tokens: int = 0
     found: int = 0
 
 
@@ -65,6 +69,7 @@ class SimulatedWorker(ABC):
         tally: of all lives.
         link: its network.
         alive: whether anything still happens here.
+        draining: whether it takes no new work.
     """
 
     role: Role
@@ -74,6 +79,7 @@ class SimulatedWorker(ABC):
         self.tally = tally
         self.link = link
         self.alive = True
+        self.draining = False
         self._site = site
         self._agenda = site.agenda
         self._profile = site.profile
@@ -91,6 +97,8 @@ class SimulatedWorker(ABC):
             num_blocks=site.profile.num_blocks,
             peer_endpoint="tcp://simulated:1" if self.role == "prefill" else "",
             step_tokens=site.profile.step_tokens if self.role == "prefill" else 0,
+            prefills=self.role == "decode",
+            max_sequences=site.profile.max_sequences if self.role == "decode" else 0,
         )
 
     @abstractmethod
@@ -100,8 +108,27 @@ class SimulatedWorker(ABC):
     def beat(self) -> None:
         """Send a heartbeat, and again and again."""
         if self.alive:
-            self._site.tell(self.peer, Heartbeat(self._told, self.load(), kv_sequence=self._publisher.sequence))
+            self._announce()
             self._agenda.after(HEARTBEAT, self.beat)
+
+    def _announce(self) -> None:
+        self._site.tell(self.peer, Heartbeat(self._told, self.load(), kv_sequence=self._publisher.sequence))
+
+    def drain(self) -> None:
+        """Take no new work, and tell every router so at once."""
+        self.draining = True
+        self._announce()
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has nothing of anybody's."""
+        load = self.load()
+        return not (load.waiting or load.running or load.pool.used)
+
+    @property
+    def layout(self) -> KVLayout:
+        """Of its pool."""
+        return self._profile.layout
 
     def follow(self, router: Peer, message: KVFollow) -> None:
         """A router wants to be told of the prefix cache."""

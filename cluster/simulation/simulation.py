@@ -10,6 +10,7 @@ from itertools import cycle
 from cluster.bench.traces.request import TraceRequest
 from cluster.simulation.agenda import Agenda
 from cluster.simulation.decode_worker import DecodeWorker
+from cluster.simulation.elastic_fleet import ElasticFleet
 from cluster.simulation.figures import Figures, figures_of
 from cluster.simulation.job import Job
 from cluster.simulation.link import Link
@@ -19,7 +20,8 @@ from cluster.simulation.record import Outcome, Records, Request
 from cluster.simulation.scenario import Failure, Scenario
 from cluster.simulation.simulated_router import SimulatedRouter
 from cluster.simulation.simulated_worker import HEARTBEAT, MODEL, Site, Tally
-from protocol.ids import Peer
+from cluster.simulation.tenants import Tenants
+from protocol.ids import Peer, Role
 from protocol.kv_events import KVFollow
 from protocol.messages import Message
 from router.config import RouterConfig
@@ -40,6 +42,9 @@ class Simulation:
         scenario: what is simulated.
         trace: the requests, by their times.
         count: how many at most.
+
+    Attributes:
+        fleet: what makes workers come and go; None where nothing does.
     """
 
     def __init__(self, scenario: Scenario, trace: Iterable[TraceRequest], count: int) -> None:
@@ -47,7 +52,8 @@ class Simulation:
         self._agenda = Agenda()
         self._trace = iter(trace)
         self._prompts = Prompts(scenario.profile.layout.block_size)
-        self._records = Records(count)
+        self._tenants = Tenants(scenario.tenants, scenario.seed)
+        self._records = Records(count, self._tenants.names)
         self._count = count
         self._arrived = 0
         self._messages = 0
@@ -59,6 +65,8 @@ class Simulation:
             tokenizer=MODEL,
             policy=scenario.policy,
             ttft_target=scenario.ttft_target,
+            local_prefill=scenario.local_prefill,
+            slo=scenario.slo,
             max_requests=scenario.max_requests,
             explained_requests=0,
         )
@@ -67,17 +75,31 @@ class Simulation:
             for name in (f"router-{number}" for number in range(scenario.routers))
         }
         self._turns = cycle(self._routers.values())
+        self.fleet: ElasticFleet | None = None
+        if scenario.elasticity is not None:
+            self.fleet = ElasticFleet(
+                scenario.elasticity,
+                scenario.names,
+                self._agenda,
+                self._records,
+                self._workers,
+                self._start,
+                self._stop,
+            )
 
     def run(self, progress: Callable[[int], None] | None = None) -> Figures:
         """Let time pass; ``progress`` is told now and then how many requests have ended."""
         begun = time.process_time()
         rng = random.Random(self._scenario.seed)  # noqa: S311
         for name in self._scenario.names:
-            self._agenda.at(rng.random() * HEARTBEAT, self._start, name, 1)
+            role = "prefill" if name.startswith("prefill") else "decode"
+            self._agenda.at(rng.random() * HEARTBEAT, self._start, name, 1, role)
         for router in self._routers.values():
             router.tick()
         for failure in self._scenario.failures:
             self._agenda.at(BEGIN + failure.at, self._fail, failure)
+        if self.fleet is not None:
+            self._agenda.at(BEGIN, self.fleet.tick)
         self._next_arrival()
         step = max(1, self._count // 100)
         told = 0
@@ -121,7 +143,8 @@ class Simulation:
 
     def _arrive(self, trace: TraceRequest) -> None:
         router = next(self._turns)
-        request = Request(self._arrived, trace, self._prompts.of(trace), router, self._agenda.now)
+        tenant = self._tenants.of(trace.session)
+        request = Request(self._arrived, trace, self._prompts.of(trace), router, self._agenda.now, tenant)
         self._arrived += 1
         profile = self._scenario.profile
         if trace.prompt_tokens + trace.output_tokens > profile.num_blocks * profile.layout.block_size:
@@ -130,24 +153,30 @@ class Simulation:
             router.arrive(request)
         self._next_arrival()
 
-    def _start(self, name: str, incarnation: int) -> None:
-        peer, tally = Peer(name, incarnation), self._tallies[name]
+    def _start(self, name: str, incarnation: int, role: Role) -> None:
+        # One that has changed its role keeps its name, and what it does counts for each role by itself.
+        tallied = name if name.startswith(role) else f"{role}:{name}"
+        peer, tally = Peer(name, incarnation), self._tallies.setdefault(tallied, Tally())
         link = Link(self._scenario.link)
         worker: AnyWorker
-        if name.startswith("prefill"):
+        if role == "prefill":
             worker = PrefillWorker(peer, self._site, link, tally, self._computed)
         else:
-            worker = DecodeWorker(peer, self._site, link, tally, self._hand_over, self._ended)
+            worker = DecodeWorker(peer, self._site, link, tally, self._hand_over, self._told_first, self._ended)
         self._workers[name] = worker
         worker.beat()
 
-    def _fail(self, failure: Failure) -> None:
-        worker = self._workers[failure.worker]
+    def _stop(self, name: str) -> None:
+        worker = self._workers[name]
         worker.die()
         for router in self._routers.values():
             self._agenda.after(self._scenario.latency, router.disconnected, worker.peer)
+
+    def _fail(self, failure: Failure) -> None:
+        worker = self._workers[failure.worker]
+        self._stop(failure.worker)
         if failure.back:
-            self._agenda.after(failure.back, self._start, failure.worker, worker.peer.incarnation + 1)
+            self._agenda.after(failure.back, self._start, failure.worker, worker.peer.incarnation + 1, worker.role)
 
     def _tell(self, sender: Peer, message: Message) -> None:
         for router in self._routers.values():
@@ -161,24 +190,26 @@ class Simulation:
     def _open(self, request: Request, prompt: SimulatedPrompt, placement: Placement) -> Job:
         prefill = self._workers[placement.prefill.peer.name]
         decode = None if placement.decode is None else self._workers[placement.decode.peer.name]
-        assert isinstance(prefill, PrefillWorker), "no decode worker computes prompts here"
         assert not isinstance(decode, PrefillWorker), "no prefill worker decodes"
         job = Job(request, request.attempt, prompt, request.trace.output_tokens - request.emitted, prefill, decode)
-        for worker in (decode, prefill):
-            if worker is not None:
-                self._agenda.after(self._scenario.latency, worker.receive, job)
+        if decode is not None and decode is not prefill:
+            self._agenda.after(self._scenario.latency, decode.receive, job)
+        self._agenda.after(self._scenario.latency, prefill.receive, job)
         return job
 
     def _close(self, job: Job) -> int:
         came = 0 if job.decode is None else job.decode.emitted(job)
         job.given_up = True
         self._agenda.after(self._scenario.latency, job.prefill.drop, job)
-        if job.decode is not None:
+        if job.decode is not None and job.decode is not job.prefill:
             self._agenda.after(self._scenario.latency, job.decode.drop, job)
         return came
 
-    def _computed(self, job: Job) -> None:
+    def _told_first(self, job: Job) -> None:
         self._agenda.after(self._scenario.latency, job.request.router.first_token, job)
+
+    def _computed(self, job: Job) -> None:
+        self._told_first(job)
         self._hand_over(job)
 
     def _hand_over(self, job: Job) -> None:
@@ -190,6 +221,7 @@ class Simulation:
         missing = max(0, job.prompt.length - job.there.found * size)
         nbytes = int(missing * profile.token_bytes)
         granted = max(job.begun, job.reserved + latency)
+        assert isinstance(job.prefill, PrefillWorker), "what a decode worker computes is there"
         end = job.prefill.link.carry(job.decode.link, nbytes, granted) if nbytes else now
         # The last layers of all cannot have gone before they were computed.
         last = now + nbytes / profile.layout.num_layers / self._scenario.link
@@ -197,6 +229,7 @@ class Simulation:
 
     def _landed(self, job: Job) -> None:
         assert job.decode is not None, "it was reserved for"
+        assert isinstance(job.prefill, PrefillWorker), "what a decode worker computes is there"
         if job.prefill.alive:
             job.decode.land(job)
             self._agenda.after(self._scenario.latency, job.prefill.release, job)

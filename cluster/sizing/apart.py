@@ -7,7 +7,7 @@ import math
 import msgspec
 
 from cluster.sizing.link import Link
-from cluster.sizing.queue import crowded, mean_within, wait
+from cluster.sizing.queue import crowded, fewest, mean_within, wait
 from cluster.sizing.worker import SizedWorker
 from cluster.sizing.workload import Workload
 
@@ -55,7 +55,7 @@ def apart(prefiller: SizedWorker, decoder: SizedWorker, load: Workload, link: Li
         alone = decoder.step(batch=1, context=load.mean_context)
         return f"a decode step of one sequence takes {alone:.3g} s, longer than the target per token"
     crossing = load.rate * prefiller.model.request_bytes(load.prompt_tokens) / link.rate
-    prefill = _servers(load, service)
+    prefill = fewest(load.rate, service, load.ttft, load.percentile, MAX_WORKERS)
     mean = mean_within(batch, load.percentile)
     per_worker = mean / decoder.step(batch=max(round(mean), 1), context=load.mean_context)
     decode = max(math.ceil(load.rate * load.decode_tokens / per_worker), 1)
@@ -75,18 +75,3 @@ def apart(prefiller: SizedWorker, decoder: SizedWorker, load: Workload, link: Li
         mean_batch=mean,
         link_bound=link_bound,
     )
-
-
-def _servers(load: Workload, service: float) -> int:
-    """The fewest that keep wait and service within the target, found by halving: waits fall with each more."""
-    low = int(load.rate * service) + 1
-    high = low
-    while high <= MAX_WORKERS and service + wait(high, load.rate, service, load.percentile) > load.ttft:
-        low, high = high + 1, 2 * high
-    while low < high:
-        middle = (low + high) // 2
-        if service + wait(middle, load.rate, service, load.percentile) <= load.ttft:
-            high = middle
-        else:
-            low = middle + 1
-    return high

@@ -27,6 +27,24 @@ def wait(servers: int, rate: float, service: float, percentile: float) -> float:
     return 0.0 if late <= 1 else math.log(late) * service / (servers - load) / 2
 
 
+def fewest(rate: float, service: float, limit: float, percentile: float, most: int) -> int:
+    """The fewest servers that keep wait and service within ``limit``, which is no less than ``service``.
+
+    More than ``most`` where that many will not do. Found by halving: waits fall with each more.
+    """
+    low = int(rate * service) + 1
+    high = low
+    while high <= most and service + wait(high, rate, service, percentile) > limit:
+        low, high = high + 1, 2 * high
+    while low < high:
+        middle = (low + high) // 2
+        if service + wait(middle, rate, service, percentile) <= limit:
+            high = middle
+        else:
+            low = middle + 1
+    return high
+
+
 def crowded(mean: float, percentile: float) -> int:
     """What a Poisson number of that mean stays within for a share ``percentile`` of the time; at least 1."""
     return max(math.ceil(mean + NormalDist().inv_cdf(percentile) * math.sqrt(mean)), 1)

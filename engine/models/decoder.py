@@ -156,6 +156,11 @@ class Decoder(Model):
             self._head.share(self._embedding)
         self._rope = RotaryTable(config.rope, length=max_model_len, dtype=dtype, device=device)
 
+    def serve(self, max_model_len: int) -> None:
+        """See :meth:`Model.serve`."""
+        weight = self._embedding
+        self._rope = RotaryTable(self._config.rope, length=max_model_len, dtype=weight.dtype, device=weight.device)
+
     def destinations(self) -> dict[str, torch.Tensor]:
         """Checkpoint tensor name to the tensor that it fills."""
         found = {EMBEDDING: self._embedding, "model.norm.weight": self._norm.weight}

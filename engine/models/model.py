@@ -40,6 +40,10 @@ class Model(ABC):
         """Bring filled weights into the form that computes fastest; :meth:`destinations` is void after it."""
 
     @abstractmethod
+    def serve(self, max_model_len: int) -> None:
+        """Serve so many positions from now on; what was recorded of steps before is void."""
+
+    @abstractmethod
     def hidden(
         self,
         token_ids: torch.Tensor,

@@ -11,13 +11,14 @@
 
 from router.client.asynchronous import AsyncClient, AsyncStream
 from router.client.calls import ToolCall, ToolCallDelta
-from router.client.explanation import Explanation, Placed
-from router.client.overview import ClusterOverview, WorkerOverview
+from router.client.explanation import Admitted, Explanation, Placed
 from router.client.results import Chunk, Completion, Health, ModelCard, Timings, Usage
 from router.client.scores import RankedToken, ScoredToken, Tokenization
 from router.client.synchronous import Client, Stream
+from router.overview import ClusterOverview, WorkerOverview
 
 __all__ = [
+    "Admitted",
     "AsyncClient",
     "AsyncStream",
     "Chunk",

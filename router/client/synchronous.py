@@ -15,7 +15,7 @@ from urllib.parse import quote
 import httpx
 
 from router.client.explanation import Explanation, explanation_of
-from router.client.overview import ClusterOverview, overview_of
+from router.client.overview import overview_of
 from router.client.results import (
     Chunk,
     Completion,
@@ -57,6 +57,7 @@ from router.client.wire import (
     stream_request,
     tokenize_body,
 )
+from router.overview import ClusterOverview
 
 
 class Stream:

@@ -17,6 +17,7 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from protocol.errors import KVFerryError, ProtocolError, RequestCancelled, UnknownModel, UnknownRequest
+from router.front import standing
 from router.front.answers import Answer
 from router.front.choices import Choices
 from router.front.config import FrontConfig
@@ -32,7 +33,9 @@ from router.front.parsing import parse_chat, parse_completion, shown
 from router.front.plan import Plan, Planner
 from router.front.routes import Found, RouteTable, WrongMethod
 from router.front.schema import GenerationRequest
+from router.front.status_page import HTML, status_page
 from router.front.token_desk import TokenDesk
+from router.front.watching import Watching
 from router.sampling_defaults import SamplingDefaults
 from router.tokenizer import Tokenizer
 
@@ -47,8 +50,8 @@ R = TypeVar("R", bound=GenerationRequest)
 LONG_BODY_BYTES = 16 << 10
 """From here on a request is parsed and tokenised in a thread, so that running streams do not wait for it."""
 OWNER = "kvferry"
-OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
-"""What probes ask: no key is needed, and nothing but the state is told."""
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping"})
+"""No key is needed: the page is the same for every cluster, and probes are told the state and nothing else."""
 
 
 class Front:
@@ -83,8 +86,16 @@ class Front:
         self._document = document(self._version)
         self._inspector = Inspector(tokenizer.file, tokenizer.vocab_size)
         self._desk = TokenDesk(tokenizer, self._check_model, self._max_model_len)
+        self._watching = Watching(
+            lambda: msgspec.json.encode(service.cluster()),
+            most=self._config.max_watchers,
+            interval=self._config.watch_interval,
+            patience=self._config.watch_patience,
+        )
+        self._status_page = status_page()
         self._routes: RouteTable[Handler] = RouteTable(
             {
+                "/": {"GET": self._page},
                 "/v1/chat/completions": {"POST": self._chat},
                 "/v1/completions": {"POST": self._completion},
                 "/tokenize": {"POST": self._tokenize},
@@ -98,12 +109,18 @@ class Front:
                 "/openapi.json": {"GET": self._openapi},
                 "/metrics": {"GET": self._metrics},
                 "/cluster": {"GET": self._cluster},
+                "/cluster/events": {"GET": self._cluster_events},
                 "/explain/": {"GET": self._explain},
             }
         )
 
+    def end_watching(self) -> None:
+        """Let nobody watch the cluster any more: such answers have no end of their own."""
+        self._watching.close()
+
     async def close(self) -> None:
         """End what it has started; nothing is answered any more."""
+        self.end_watching()
         await self._inspector.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -185,7 +202,9 @@ class Front:
             self._check_model(request.model)
             if trace is not None:
                 trace.asked(request)
-            return plan(planner, request)
+            header = exchange.header(standing.HEADER)
+            found = standing.standing_of(self._config.slo, request, header, exchange.holder)
+            return plan(planner, request).ranked(found)
 
         async def work() -> None:
             begun = time.monotonic()
@@ -250,6 +269,14 @@ class Front:
 
     async def _cluster(self, exchange: Exchange, _: str) -> None:
         await exchange.respond(200, msgspec.json.encode(self._service.cluster()))
+
+    async def _cluster_events(self, exchange: Exchange, _: str) -> None:
+        await exchange.read_body(self._config.max_body_bytes)
+        await self._watching.show(exchange)
+
+    async def _page(self, exchange: Exchange, _: str) -> None:
+        page = self._status_page
+        await exchange.respond(200, page.body, content_type=HTML, headers=page.headers)
 
     async def _explain(self, exchange: Exchange, name: str) -> None:
         decisions = self._service.explain(name)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack, aclosing, suppress
 
 from protocol.errors import InvariantViolation
-from router.front.generation import GenerationService, Output
+from router.front.generation import GenerationService, Outputs
 from router.front.plan import Plan
 from router.front.text import OutputText, Piece, TextDecoder
 
@@ -62,7 +62,7 @@ class Choices:
             return self._all()
         return self._one(0, self._service.generate(self._plan.generations[0]))
 
-    async def _one(self, index: int, source: AsyncGenerator[Output, None]) -> AsyncGenerator[Indexed, None]:
+    async def _one(self, index: int, source: Outputs) -> AsyncGenerator[Indexed, None]:
         text = self.texts[index]
         last: Piece | None = None
         async with aclosing(source) as outputs:
@@ -72,9 +72,9 @@ class Choices:
                     yield index, piece
                     continue
                 last = piece
-                if output.finish_reason is not None:
-                    # Let the service end on its own terms; a stop string closes it instead, which cancels both legs.
-                    await anext(outputs, None)
+                with suppress(StopAsyncIteration):
+                    # The service ends on its own terms, or since there is all that is wanted: a stop string, a call.
+                    await outputs.asend(None if output.finish_reason is not None else piece.finish_reason)
                 break
         if last is None:
             raise InvariantViolation("a generation ended without a finish reason")
@@ -84,7 +84,7 @@ class Choices:
     async def _all(self) -> AsyncGenerator[Indexed, None]:
         queue: asyncio.Queue[Indexed | Exception | None] = asyncio.Queue(QUEUED_PIECES)
 
-        async def feed(index: int, outputs: AsyncGenerator[Output, None]) -> None:
+        async def feed(index: int, outputs: Outputs) -> None:
             try:
                 async with aclosing(self._one(index, outputs)) as source:
                     async for piece in source:

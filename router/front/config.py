@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from protocol.errors import ConfigError
+from router.slo.classes import SLOConfig
 from router.tool_format import TOOL_FORMATS, ToolFormat
 
 
@@ -19,6 +20,10 @@ class FrontConfig:
         max_prompt_logprobs: most log-probabilities of prompt tokens in one answer: prompt tokens times one more than
             the alternatives of each, over all choices.
         tool_format: how the model writes calls of tools, a name in ``router.tool_format.TOOL_FORMATS``.
+        max_watchers: who watch ``/cluster/events`` at a time.
+        watch_interval: seconds from one event there to the next.
+        watch_patience: seconds in which a watcher must have taken an event, or it is dropped.
+        slo: classes of requests.
         send_timeout: seconds that a client may leave an answer unread before it counts as gone.
 
     Raises:
@@ -30,10 +35,14 @@ class FrontConfig:
     default_max_tokens: int = 16
     max_prompt_logprobs: int = 1 << 19
     tool_format: ToolFormat = "auto"
+    max_watchers: int = 64
+    watch_interval: float = 1.0
+    watch_patience: float = 10.0
+    slo: SLOConfig = field(default_factory=SLOConfig)
     send_timeout: float = 60.0
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_batch", "default_max_tokens", "max_prompt_logprobs"):
+        for name in ("max_body_bytes", "max_batch", "default_max_tokens", "max_prompt_logprobs", "max_watchers"):
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}", field=name)
@@ -41,5 +50,7 @@ class FrontConfig:
             raise ConfigError(
                 f"tool_format must be one of {list(TOOL_FORMATS)}, got {self.tool_format!r}", field="tool_format"
             )
-        if not self.send_timeout > 0:
-            raise ConfigError(f"send_timeout must be above 0, got {self.send_timeout}", field="send_timeout")
+        for name in ("watch_interval", "watch_patience", "send_timeout"):
+            seconds = getattr(self, name)
+            if not seconds > 0:
+                raise ConfigError(f"{name} must be above 0, got {seconds}", field=name)

@@ -65,8 +65,13 @@ def error_object(message: str, status: int, code: str | None, param: str | None 
     return {"error": {"message": message, "type": error_type(status), "param": param, "code": code}}
 
 
+def without_addresses(text: str) -> str:
+    """``text`` without the addresses in it, for whoever has no business to know them."""
+    return _ADDRESS.sub("[address]", text)
+
+
 def error_body(error: KVFerryError) -> bytes:
     """The JSON for ``error``; what went wrong inside is told without addresses."""
     status = status_of(error)
-    message = error.message if status < 500 else _ADDRESS.sub("[address]", error.message)
+    message = error.message if status < 500 else without_addresses(error.message)
     return msgspec.json.encode(error_object(message, status, error.code, error.field))

@@ -35,6 +35,9 @@ class Generation:
         session: whose requests go together, where the policy heeds it; "" when that is not known.
         name: of the client's request, by which it is explained; "" takes the service's own id.
         trace: sees what becomes of it; None where nobody will.
+        slo_class: that it is served by; "" takes the default one.
+        tenant: out of whose share it comes, while others wait too; "" is one of them.
+        weight: of that share.
     """
 
     token_ids: tuple[int, ...]
@@ -47,6 +50,9 @@ class Generation:
     session: str = ""
     name: str = field(default="", compare=False)
     trace: ChoiceTrace | None = field(default=None, compare=False)
+    slo_class: str = ""
+    tenant: str = ""
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -109,6 +115,14 @@ class Output:
     prompt_logprobs: tuple[LogprobTable, ...] = ()
 
 
+Outputs = AsyncGenerator[Output, EndReason | None]
+"""Outputs of one generation as they come.
+
+Who has all that is wanted sends the reason in place of asking for the next one (``asend``): that ends it and
+both legs, and the request has finished for that reason.
+"""
+
+
 @dataclass(frozen=True)
 class ServiceHealth:
     """Whether the service can answer.
@@ -137,7 +151,7 @@ class GenerationService(Protocol):
     def max_model_len(self) -> int | None:
         """Prompt plus output tokens at most, from the live workers; None while there is none."""
 
-    def generate(self, generation: Generation) -> AsyncGenerator[Output, None]:
+    def generate(self, generation: Generation) -> Outputs:
         """Continue a prompt.
 
         Leaving early, by ``aclose()`` or by cancelling the pending step, cancels both legs.
@@ -146,9 +160,7 @@ class GenerationService(Protocol):
             KVFerryError: before the first output where it can.
         """
 
-    def together(
-        self, generations: Sequence[Generation]
-    ) -> AbstractContextManager[tuple[AsyncGenerator[Output, None], ...]]:
+    def together(self, generations: Sequence[Generation]) -> AbstractContextManager[tuple[Outputs, ...]]:
         """Continue one prompt several times: it is computed once, and its blocks cross once.
 
         Args:

@@ -7,6 +7,8 @@ The file holds hashes, never keys; ``kvferry key NAME`` makes an entry::
         sha256: 9f86d081884c7d65...
         requests_per_minute: 600   # no bound where it is left out
         max_requests: 32           # at the same time; no bound where it is left out
+      slo_class: batch           # of its requests; they may name one where it is left out
+      weight: 2.0                # its share while others wait too; 1 where it is left out
 
 Life cycle of a :class:`Gatekeeper`: made once; :meth:`~Gatekeeper.check` for every request, :meth:`~Gatekeeper.enter`
 and :meth:`~Gatekeeper.leave` around those that generate or tokenise. It reads no clock.
@@ -24,6 +26,7 @@ from typing import Annotated
 import msgspec
 
 from protocol.errors import ConfigError, RateLimited, Unauthorized
+from router.slo.classes import MAX_CLASS_NAME, MAX_WEIGHT, SLOConfig
 
 MAX_FILE_BYTES = 4 << 20
 MAX_KEYS = 20_000
@@ -44,12 +47,16 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         sha256: of the key, in hexadecimal. Keys are random, so a plain hash cannot be turned around.
         requests_per_minute: as many may also come at once.
         max_requests: that are being answered at the same time.
+        slo_class: that all its requests are of, a name in the router's ``slo``; None lets each name one.
+        weight: its share of the tokens, beside those of other keys, while requests wait.
     """
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
     sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
     requests_per_minute: Rate | None = None
     max_requests: Count | None = None
+    slo_class: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_CLASS_NAME)] | None = None
+    weight: Annotated[float, msgspec.Meta(gt=0, le=MAX_WEIGHT)] = 1.0
 
 
 class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -87,6 +94,20 @@ def read_keys(path: str | Path) -> tuple[Key, ...]:
         if count > 1:
             raise ConfigError(f"api_keys: {path}: {what} {twice!r} stands twice", field="api_keys")
     return tuple(found)
+
+
+def check_classes(keys: Iterable[Key], slo: SLOConfig) -> None:
+    """See that every class that a key is bound to is there.
+
+    Raises:
+        ConfigError: one is not; names the key and the class.
+    """
+    for key in keys:
+        if key.slo_class is not None and key.slo_class not in slo.names:
+            known = ", ".join(slo.names)
+            raise ConfigError(
+                f"api_keys: key {key.name!r}: slo_class must be one of {known}, got {key.slo_class!r}", field="api_keys"
+            )
 
 
 class Holder:

@@ -21,6 +21,7 @@ from router.front.answer_schema import (
 )
 from router.front.generation import ServiceHealth
 from router.front.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from router.overview import ClusterOverview
 
 REFUSALS = {
     400: "A field is wrong; it is named.",
@@ -46,7 +47,7 @@ class Operation:
         answer: type of the answer; None where it is no JSON of a fixed shape.
         body: type of the request's body; None where there is none.
         chunk: type of the events' data, where it can be streamed.
-        kind: media type of the answer.
+        kind: media type of the answer; that of events where it is nothing but a stream without an end.
         refusals: statuses that it may be refused with.
     """
 
@@ -85,9 +86,18 @@ OPERATIONS = (
     Operation("get", "/ping", "The same.", ServiceHealth, refusals=()),
     Operation("get", "/version", "Which kvferry this is.", VersionAnswer),
     Operation("get", "/metrics", "Metrics, as Prometheus reads them.", kind="text/plain"),
-    Operation("get", "/cluster", "The workers and their state."),
+    Operation("get", "/cluster", "The workers and their state.", ClusterOverview),
+    Operation(
+        "get",
+        "/cluster/events",
+        "The same, again and again.",
+        chunk=ClusterOverview,
+        kind=EVENTS,
+        refusals=(401, 429),
+    ),
     Operation("get", "/explain/{request}", "Why a request went where it went.", refusals=(401, 404)),
     Operation("get", "/openapi.json", "This document."),
+    Operation("get", "/", "The status page.", kind="text/html", refusals=()),
 )
 
 
@@ -116,10 +126,10 @@ def _described(operation: Operation, known: dict[Any, dict[str, Any]]) -> dict[s
     schema = {"type": "string"} if operation.kind != JSON else known.get(operation.answer, {"type": "object"})
     content: dict[str, Any] = {operation.kind: {"schema": schema}}
     if operation.chunk is not None:
-        name = operation.chunk.__name__
+        end = "there is no last one" if operation.kind == EVENTS else "the last says [DONE]"
         content[EVENTS] = {
             # Without a type: some take it for that of the whole stream, others for that of an event.
-            "schema": {"description": f"Events, each with a {name} as data; the last says [DONE]."}
+            "schema": {"description": f"Events, each with a {operation.chunk.__name__} as data; {end}."}
         }
     responses = {"200": {"description": operation.summary, "headers": REQUEST_ID, "content": content}}
     if operation.answer is ServiceHealth:

@@ -16,6 +16,7 @@ from router.front.echo import Echo
 from router.front.generation import Generation
 from router.front.parsing import chat_messages, check_token_ids, shown
 from router.front.schema import ChatRequest, CompletionRequest, GenerationRequest
+from router.front.standing import Standing
 from router.front.structure import Form, refuse_forms, wanted_form
 from router.front.tools import CallReading, Toolbox
 from router.sampling_defaults import SamplingDefaults
@@ -63,6 +64,12 @@ class Plan:
     def named(self, name: str) -> Plan:
         """The same, for a client's request of that name."""
         generations = tuple(dataclasses.replace(generation, name=name) for generation in self.generations)
+        return dataclasses.replace(self, generations=generations)
+
+    def ranked(self, standing: Standing) -> Plan:
+        """The same, for a client of that standing."""
+        fields = dataclasses.asdict(standing)
+        generations = tuple(dataclasses.replace(generation, **fields) for generation in self.generations)
         return dataclasses.replace(self, generations=generations)
 
     def leaders(self) -> list[int]:
@@ -215,10 +222,8 @@ class Planner:
                     # Copies of one prompt are drawn apart, each the same again for the same seed.
                     sampling=msgspec.structs.replace(sampling, seed=(seed + copy) & SEED_MASK),
                     cache_salt=request.cache_salt or "",
-                    timeout=request.timeout,
                     # One generation of a prompt tells of its tokens; the others find the prompt in the caches.
                     prompt_logprobs=None if prompt.token_ids in seen else told,
-                    priority=request.priority or 0,
                     ttft_target=request.ttft_target,
                     session=request.prompt_cache_key or request.user or "",
                 )

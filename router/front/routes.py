@@ -28,12 +28,16 @@ class RouteTable(Generic[H]):
     """Handlers by method and path.
 
     Args:
-        routes: ``{path: {method: handler}}``; a path that ends with a slash answers everything below it.
+        routes: ``{path: {method: handler}}``; a path that ends with a slash answers everything below it, but the root
+            answers for itself alone.
     """
 
     def __init__(self, routes: Mapping[str, Mapping[str, H]]) -> None:
-        self._exact = {path: dict(methods) for path, methods in routes.items() if not path.endswith("/")}
-        self._below = {path: dict(methods) for path, methods in routes.items() if path.endswith("/")}
+        self._exact: dict[str, dict[str, H]] = {}
+        self._below: dict[str, dict[str, H]] = {}
+        for path, methods in routes.items():
+            table = self._below if path.endswith("/") and path != "/" else self._exact
+            table[path] = dict(methods)
 
     def find(self, method: str, path: str) -> Found[H] | WrongMethod | None:
         """The handler, or why there is none; HEAD is answered as GET."""

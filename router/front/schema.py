@@ -12,6 +12,7 @@ import msgspec
 from protocol.messages import MAX_SALT
 from protocol.sampling import MAX_BIASED, MAX_LOGPROBS, TokenId
 from router.priority import MAX_PRIORITY
+from router.slo.classes import MAX_CLASS_NAME
 
 MAX_STOPS = 4
 MAX_STOP_LENGTH = 256
@@ -158,6 +159,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
 
     ttft_target: Annotated[float, msgspec.Meta(gt=0, le=86400)] | None = None
+    slo_class: Annotated[str, msgspec.Meta(max_length=MAX_CLASS_NAME)] | None = None
+    service_tier: str | None = None
     prompt_cache_key: str | None = None
     user: str | None = None
 

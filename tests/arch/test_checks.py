@@ -55,8 +55,12 @@ def test_has_its_turn(number, request):
 
 
 def flags() -> list[str]:
-    """What the script gives pytest."""
-    (found,) = re.findall(r'^exec "\$BIN/pytest" (.*) "\$@"$', SCRIPT.read_text().replace("\\\n", ""), re.MULTILINE)
+    """What the script gives pytest, but for the number of sessions."""
+    (found,) = re.findall(
+        r'^exec "\$BIN/pytest" -n "\$\(\(CORES \+ 1\)\)" (.*) "\$@"$',
+        SCRIPT.read_text().replace("\\\n", ""),
+        re.MULTILINE,
+    )
     return shlex.split(found)
 
 

@@ -14,9 +14,10 @@ import pytest
 from living import runs
 from typer.testing import CliRunner
 
+from cluster.autoscale.autoscaler import request, withdraw
 from cluster.bring_up import down, up
 from cluster.cli import app
-from cluster.config import ClusterConfig, EngineSection, RaySection, RouterSection, ScaleSection
+from cluster.config import ClusterConfig, EngineSection, RaySection, RoleSection, RouterSection, ScaleSection
 from cluster.fleet_command import counts
 from cluster.operations import operator
 from cluster.state import ClusterState, StateStore
@@ -52,6 +53,9 @@ class Fleet:
 
     def lives(self) -> dict[str, int]:
         return {name: actor.status.incarnation for name, actor in self.actors().items()}
+
+    def leaks(self) -> int:
+        return sum(actor.load.pool.leaked for actor in self.actors().values() if actor.load is not None)
 
     def supervisor(self) -> SupervisorReport:
         with operator(NAME, self.store) as (asked, _, _):
@@ -158,9 +162,24 @@ class TestUnderLoad:
             until(lambda: not runs(pid))
             until(lambda: fleet.supervisor().settled)
             assert fleet.lives()["decode-1"] > 1, "it was told to end, not that there shall be one less"
+            self._changes_its_role(fleet)
             fleet.command("drain", "decode-1")
         assert sorted(fleet.lives()) == ["decode-0", "prefill-1", "router-0"]
         assert fleet.supervisor().wanted == {"router": 1, "prefill": 1, "decode": 1}
+
+    @staticmethod
+    def _changes_its_role(fleet: Fleet) -> None:
+        before = fleet.actors()["decode-1"].status
+        said = fleet.command("role", "decode-1", "prefill")
+        after = fleet.actors()["decode-1"]
+        assert said == f"cluster '{NAME}': 2 prefill, 1 decode workers\n"
+        assert (after.status.role, after.status.pid) == ("prefill", before.pid), "the process stays"
+        assert after.status.incarnation > before.incarnation
+        assert [phase.name for phase in after.status.phases] == ["change", "imports", "warm-up", "sockets"], (
+            "no weights"
+        )
+        until(lambda: (load := fleet.actors()["decode-1"].load) is not None and load.prefill_tokens > 0)
+        assert fleet.leaks() == 0
 
     def test_a_supervisor_that_dies_goes_on_where_it_was(self, fleet: Fleet) -> None:
         before, lives = fleet.supervisor(), fleet.lives()
@@ -182,6 +201,8 @@ class TestUnderLoad:
         [
             (("drain", "decode-0"), "only decode worker"),
             (("drain", "decode-7"), "no worker 'decode-7'"),
+            (("role", "prefill-1", "decode"), "only prefill worker"),
+            (("role", "prefill-1", "router"), "role must be one of"),
             (("scale", "router=2"), "role must be one of"),
             (("logs", "nobody"), "no process 'nobody'"),
         ],
@@ -199,6 +220,41 @@ class TestUnderLoad:
         done = CliRunner().invoke(app, ["restart", str(file)])
         assert isinstance(done.exception, ConfigError)
         assert done.exception.field in ("served_name", "router")
+
+    def test_workers_come_and_go_by_load_within_their_bounds(self, fleet: Fleet, tmp_path: Path) -> None:
+        """Bounds decide here, so that nothing hangs on how fast this machine is."""
+        file = tmp_path / "auto.yaml"
+
+        def auto(enabled: str, least: int, most: int) -> None:
+            file.write_text(
+                f"model: {fleet.config.model}\nname: {NAME}\nscale: {{drain_timeout: 30.0, auto: {{enabled: {enabled}, "
+                f"ttft: 3000, tpot: 3000, interval: 0.2, window: 0.5, cooldown: 0.5, down_after: 0.5, "
+                f"decode: {{min: {least}, max: {most}}}}}}}\n"
+            )
+
+        auto("true", 2, 2)
+        with fleet.load():
+            tried = fleet.command("autoscale", str(file), "--dry-run", "--seconds", "0.5")
+            assert "kvferry scale decode=2: decode: 2 needed, 1 there" in tried
+            assert not fleet.supervisor().wanted["decode"] > 1, "nothing is done"
+            fleet.command("autoscale", str(file))
+            until(lambda: fleet.supervisor().wanted["decode"] == 2 and fleet.supervisor().settled)
+            auto("true", 1, 1)
+            fleet.command("autoscale", str(file))
+            until(lambda: fleet.supervisor().wanted["decode"] == 1 and fleet.supervisor().settled)
+            told = fleet.command("autoscale")
+            assert "kvferry drain decode-" in told
+            auto("false", 1, 1)
+            assert "by command only" in fleet.command("autoscale", str(file))
+        assert fleet.leaks() == 0
+
+    def test_ray_is_asked_for_machines(self, fleet: Fleet) -> None:
+        elsewhere = msgspec.structs.replace(
+            fleet.config, prefill=RoleSection(cpus=1.0, resources={"rdma": 1.0}), ray=RaySection(address="auto")
+        )
+        with operator(NAME, fleet.store):
+            assert request(elsewhere, {"prefill": 2, "decode": 1}) == ""
+            withdraw(elsewhere)
 
 
 @pytest.mark.parametrize("word", ["prefill", "prefill=", "prefill=x", "prefill=-1", "prefill=1e3"])

@@ -120,6 +120,62 @@ def test_a_service_that_is_not_up_leaves_at_once(hosts: list[Host], fails: OSErr
     assert service.calls == ["start", "stop"]
 
 
+def test_another_service_comes_up_once_the_first_has_drained(hosts: list[Host]) -> None:
+    first, second, left = Scripted(), Scripted(), threading.Event()
+    host = Host("hosted", lambda: first, on_left=left.set)
+    hosts.append(host)
+    host.begin()
+    until(lambda: host.state is HostState.READY)
+    made: list[list[str]] = []
+
+    def make() -> Scripted:
+        made.append(list(first.calls))
+        return second
+
+    host.switch(make, 7.0)
+    until(lambda: "drain 7" in first.calls)
+    assert host.service is first, "it has not finished yet"
+    assert first.crash is not None
+    first.crash.get_loop().call_soon_threadsafe(first.crash.set_result, None)
+    until(lambda: host.service is second and host.state is HostState.READY)
+    assert made == [["start", "drain 7", "stop"]], "the first has given everything back by then"
+    assert [phase.name for phase in host.phases] == ["change", "imports", "loading"]
+    assert not left.is_set()
+    host.drain(5.0)
+    until(lambda: "drain 5" in second.calls)
+    second.crash.get_loop().call_soon_threadsafe(second.crash.set_result, None)  # type: ignore[union-attr]
+    assert left.wait(5.0)
+    assert second.calls == ["start", "drain 5", "stop"]
+
+
+def test_one_that_is_to_leave_has_no_successor(hosts: list[Host]) -> None:
+    service, left = Scripted(), threading.Event()
+    host = Host("hosted", lambda: service, on_left=left.set)
+    hosts.append(host)
+    host.begin()
+    until(lambda: host.state is HostState.READY)
+    host.switch(Scripted, 7.0)
+    host.drain(5.0)
+    until(lambda: "drain 5" in service.calls)
+    assert service.crash is not None
+    service.crash.get_loop().call_soon_threadsafe(service.crash.set_result, None)
+    assert left.wait(5.0)
+    assert (host.state, host.service) == (HostState.STOPPED, service)
+
+
+def test_a_successor_that_does_not_come_up_says_why(hosts: list[Host]) -> None:
+    first = Scripted()
+    host = Host("hosted", lambda: first)
+    hosts.append(host)
+    host.begin()
+    host.switch(lambda: Scripted(fails=ConfigError("num_blocks must be 2, got 1")), 7.0)  # while the first comes up
+    until(lambda: "drain 7" in first.calls)
+    assert first.crash is not None
+    first.crash.get_loop().call_soon_threadsafe(first.crash.set_result, None)
+    until(lambda: host.state is HostState.FAILED)
+    assert host.error == "config_error: num_blocks must be 2, got 1"
+
+
 def test_stop_while_coming_up_cancels_the_start(hosts: list[Host]) -> None:
     service = Scripted(hangs=True)
     host = Host("hosted", lambda: service)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
 
@@ -8,94 +7,20 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from world import World
 
-from cluster.config import ClusterConfig, RoleSection, ScaleSection
-from cluster.member import MAX_PAUSE_SECONDS, STEADY_SECONDS, MemberRecord, Sight
+from cluster.member import MAX_PAUSE_SECONDS, STEADY_SECONDS, Sight
 from cluster.supervision import (
     KILL_AFTER_SECONDS,
     NO_ROOM_SECONDS,
-    ClusterRecord,
     Create,
     Drain,
-    Instruction,
     Kill,
     Save,
     Supervision,
+    Switch,
 )
 from protocol.errors import ClusterError, ConfigError
-
-LIMIT = 60.0
-
-
-class World:
-    """What Ray would do: processes that come up, leave when asked, and die when the test says so."""
-
-    def __init__(self, prefill: int = 1, decode: int = 1, *, room: int = 99) -> None:
-        config = ClusterConfig(
-            model="m", prefill=RoleSection(replicas=prefill), scale=ScaleSection(drain_timeout=LIMIT)
-        )
-        config = msgspec.structs.replace(config, decode=msgspec.structs.replace(config.decode, replicas=decode))
-        self.now = 100.0
-        self.room = room
-        self.saved = ClusterRecord.first(config)
-        self.alive: dict[str, MemberRecord] = {}
-        self.seen: dict[str, Sight] = {}
-        self.done: list[Instruction] = []
-        self.stubborn: set[str] = set()
-        for member in self.saved.members:
-            self.place(member)
-        self.supervision = Supervision(self.saved, self.now)
-
-    def place(self, member: MemberRecord) -> None:
-        assert member.name not in self.alive, "two lives of one name"
-        self.alive[member.name] = member
-        placed = sum(sight is not Sight.PLACING for sight in self.seen.values())
-        self.seen[member.name] = Sight.READY if placed < self.room else Sight.PLACING
-
-    def die(self, name: str) -> None:
-        del self.alive[name]
-        del self.seen[name]
-        for other, sight in self.seen.items():
-            if sight is Sight.PLACING and sum(each is not Sight.PLACING for each in self.seen.values()) < self.room:
-                self.seen[other] = Sight.READY
-
-    def turn(self, seconds: float = 0.2) -> list[Instruction]:
-        self.now += seconds
-        for member in self.supervision.members:
-            self.supervision.observed(
-                member.record.name, self.seen.get(member.record.name, Sight.ABSENT), self.now, error=""
-            )
-        instructions = self.supervision.tick(self.now)
-        self.done += instructions
-        for instruction in instructions:
-            match instruction:
-                case Save(record):
-                    self.saved = record
-                case Create(member):
-                    kept = {each.name: each for each in self.saved.members}
-                    assert kept[member.name] == member, "it is on record before it is made"
-                    self.place(member)
-                case Drain(name, _):
-                    if name in self.alive and name not in self.stubborn:
-                        self.die(name)
-                case Kill(name):
-                    if name in self.alive:
-                        self.die(name)
-        return instructions
-
-    def settle(self, serving: Callable[[], bool] = lambda: True, turns: int = 400) -> None:
-        for _ in range(turns):
-            self.turn()
-            assert serving(), "too few serve"
-            if self.supervision.settled:
-                return
-        raise AssertionError(f"never settled: {[(m.record, m.state, m.seen) for m in self.supervision.members]}")
-
-    def names(self) -> list[str]:
-        return sorted(self.alive)
-
-    def serving(self, role: str) -> int:
-        return sum(self.seen[name] is Sight.READY and member.role == role for name, member in self.alive.items())
 
 
 def test_a_cluster_as_it_shall_be_is_left_alone() -> None:
@@ -298,7 +223,7 @@ def test_whatever_happens_it_comes_to_what_is_wanted(data: st.DataObject) -> Non
     world = World(data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3)))
     highest = 0
     for _ in range(data.draw(st.integers(0, 25))):
-        match data.draw(st.sampled_from(["turn", "die", "scale", "drain", "restart", "supervisor", "slow"])):
+        match data.draw(st.sampled_from(["turn", "die", "scale", "drain", "switch", "restart", "supervisor", "slow"])):
             case "turn":
                 world.turn()
             case "die" if world.alive:
@@ -313,11 +238,19 @@ def test_whatever_happens_it_comes_to_what_is_wanted(data: st.DataObject) -> Non
                 name = data.draw(st.sampled_from(["prefill-0", "decode-1", "prefill-2"]))
                 with suppress(ClusterError):  # it is the last that serves, or is not there
                     world.supervision.drain(name, 1.0)
+            case "switch":
+                name, role = (
+                    data.draw(st.sampled_from(["prefill-0", "decode-1", "prefill-2"])),
+                    data.draw(st.sampled_from(["prefill", "decode"])),
+                )
+                with suppress(ClusterError):
+                    world.supervision.switch(name, role, 1.0)
             case "restart":
                 world.supervision.restart(world.saved.config)
             case "supervisor":
                 world.supervision = Supervision(world.saved, world.now)
-        lives = [each.member.incarnation for each in world.done if isinstance(each, Create)]
+        lives = [each.member.incarnation for each in world.done if isinstance(each, Create | Switch)]
+        lives = list(dict.fromkeys(lives))  # a later supervisor asks again
         assert lives == sorted(set(lives)), "each life has its own, and they grow"
         highest = max([highest, *lives])
     for name in world.seen:

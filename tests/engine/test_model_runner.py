@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,12 @@ LIMITS = BatchLimits(block_size=4, num_blocks=16, vocab_size=50, max_model_len=4
 LAYOUT = KVLayout(num_layers=3, kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 
 
-def load(path: Path, **settings: Any) -> ModelRunner:
-    return ModelRunner.load(EngineConfig(**{"model": str(path), "dtype": "float32", "num_blocks": 16} | settings))
+def settings(path: Path, **given: Any) -> EngineConfig:
+    return EngineConfig(**{"model": str(path), "dtype": "float32", "num_blocks": 16} | given)
+
+
+def load(path: Path, **given: Any) -> ModelRunner:
+    return ModelRunner.load(settings(path, **given))
 
 
 @pytest.mark.parametrize(
@@ -190,6 +195,41 @@ def test_warm_up_touches_the_padding_block_alone(tiny_llama_dir: Path) -> None:
     runner.warm_up()
     assert (runner.cache.tensor[1:] == 3.5).all()
     assert not (runner.cache.tensor[0] == 3.5).all()
+
+
+def test_other_settings_leave_the_weights_where_they_are(tiny_llama_dir: Path) -> None:
+    def weights(runner: ModelRunner) -> int:
+        return runner._model._embedding.data_ptr()  # type: ignore[attr-defined]
+
+    prompt = Chunk(list(range(10, 30)), 0, [1, 2], SamplingParams(temperature=0.0))
+    first = load(tiny_llama_dir, max_batch_tokens=32)
+    first.warm_up(decodes=False)
+    place, pool, drawn = weights(first), first.cache, first.execute([prompt])
+    assert first.adapted(first.config) is first, "nothing differs"
+    second = first.adapted(settings(tiny_llama_dir, max_batch_tokens=64, max_sequences=3))
+    assert second is not None
+    assert (weights(second), second.cache) == (place, pool)
+    second.warm_up()
+    assert second.execute([prompt]) == drawn
+
+    known = weakref.ref(pool)
+    del pool, first
+    third = second.adapted(settings(tiny_llama_dir, num_blocks=32, block_size=8, max_model_len=200))
+    assert third is not None
+    assert known() is None, "the old pool is gone before there is another"
+    assert (weights(third), third.num_blocks, third.layout.block_size, third.max_model_len) == (place, 32, 8, 200)
+    third.warm_up()
+    long = Chunk(list(range(10, 160)), 0, list(range(1, 20)), SamplingParams(temperature=0.0))
+    fresh = ModelRunner.load(third.config)
+    assert third.execute([long]) == fresh.execute([long]), "positions beyond those that were served before"
+
+
+@pytest.mark.parametrize("changed", [{"dtype": "bfloat16"}, {"model": "elsewhere"}])
+def test_weights_that_do_not_serve_are_let_go_of(tiny_llama_dir: Path, changed: dict[str, str]) -> None:
+    runner = load(tiny_llama_dir)
+    model = weakref.ref(runner._model)
+    assert runner.adapted(settings(tiny_llama_dir, **changed)) is None
+    assert model() is None
 
 
 def test_only_wanted_tokens_are_drawn_and_positions_count(tiny_llama_dir: Path) -> None:

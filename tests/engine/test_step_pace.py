@@ -17,6 +17,14 @@ def test_a_line_is_found_through_steps_of_several_sizes() -> None:
     assert (pace.fixed, pace.per_token) == (pytest.approx(0.02), pytest.approx(0.0003))
 
 
+def test_the_line_goes_through_the_mean() -> None:
+    pace = paced(*((tokens, 0.001 * tokens * tokens) for tokens in (4, 6, 10, 8) * 60))
+    assert pace.mean_tokens == pytest.approx(7.0, rel=0.05)
+    assert paced().mean_tokens == 0.0
+    alike = paced(*[(4, 0.2)] * 9)
+    assert alike.fixed + alike.per_token * alike.mean_tokens == pytest.approx(0.2)
+
+
 def test_what_is_alike_is_halved_and_nothing_is_negative() -> None:
     assert (paced().fixed, paced().per_token) == (0.0, 0.0)
     alike = paced(*[(4, 0.2)] * 9)

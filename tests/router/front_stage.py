@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from protocol.sampling import SamplingParams
 from router.front.app import Front
 from router.front.config import FrontConfig
-from router.front.generation import Generation, GenerationReport, Output, ServiceHealth
+from router.front.generation import Generation, GenerationReport, Output, Outputs, ServiceHealth
 from router.tokenizer import Tokenizer
 
 MODEL = "acme/tiny"
@@ -107,19 +107,20 @@ class ScriptedService:
         self._changed = threading.Condition()
         self._counts = {"opened": 0, "finished": 0, "cancelled": 0}
 
-    async def generate(self, generation: Generation) -> AsyncGenerator[Output, None]:
+    async def generate(self, generation: Generation) -> Outputs:
         self.generations.append(generation)
         self._count("opened")
         outcome = "cancelled"
         try:
             async for output in self._script(generation):
-                yield output
+                if (yield output) is not None:
+                    break
             outcome = "finished"
         finally:
             self._count(outcome)
 
     @contextmanager
-    def together(self, generations: Sequence[Generation]) -> Iterator[tuple[AsyncGenerator[Output, None], ...]]:
+    def together(self, generations: Sequence[Generation]) -> Iterator[tuple[Outputs, ...]]:
         self.groups.append([*generations])
         yield tuple(self.generate(generation) for generation in generations)
 

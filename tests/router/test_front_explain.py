@@ -55,8 +55,13 @@ def test_who_belongs_together(bpe_tokenizer: Tokenizer, fields: dict[str, str], 
     assert service.generations[-1].session == session
 
 
+LET_IN = {"class": "fast", "outcome": "admitted", "waited_s": 0.25, "wanted_s": 0.5, "predicted_ttft_s": 0.75}
+
+
 class Explaining(ScriptedService):
     def explain(self, name: str) -> list[dict[str, object]]:
+        if name == "late":
+            return [{"request": "r2", "prompt_tokens": 7, "admission": {**LET_IN, "outcome": "target"}}]
         if name != "known/one":
             return []
         return [
@@ -65,6 +70,7 @@ class Explaining(ScriptedService):
                 "attempt": 0,
                 "policy": "cost",
                 "prompt_tokens": 7,
+                "admission": LET_IN,
                 "prefill": "prefill-0",
                 "decode": None,
                 "predicted": {"ttft_s": 0.5, "tpot_s": None, "transfer_s": None, "cached_tokens": 4},
@@ -81,7 +87,11 @@ def test_the_command_shows_prediction_measure_and_candidates(bpe_tokenizer: Toke
         assert (shown.exit_code, shown.exception) == (0, None)
         for said in ("7 tokens, 4 of them cached, to prefill-0 by policy cost", "TTFT: 500.0 ms predicted, 250.0 ms"):
             assert said in shown.stdout
+        assert "class fast: let in after 250.0 ms, its first token wanted within 500 ms" in shown.stdout
+        assert "predicted in 750.0 ms when it came" in shown.stdout
         assert "cost" in shown.stdout
+        refusal = CliRunner().invoke(app, ["explain", "late", "--url", url])
+        assert refusal.stdout.startswith("class fast: refused (target) after 250.0 ms")
         as_json = CliRunner().invoke(app, ["explain", "known/one", "--url", url, "--json"])
         assert json.loads(as_json.stdout)["decisions"][0]["prefill"] == "prefill-0"
         assert isinstance(CliRunner().invoke(app, ["explain", "other", "--url", url]).exception, UnknownRequest)

@@ -26,7 +26,7 @@ KEYS = (
     Key(name="alice", sha256=hash_of(ALICE)),
     Key(name="bob", sha256=hash_of(BOB), requests_per_minute=60.0, max_requests=2),
 )
-GUARDED = ["/v1/models", "/v1/models/x", "/metrics", "/cluster", "/version", "/openapi.json"]
+GUARDED = ["/v1/models", "/v1/models/x", "/metrics", "/cluster", "/cluster/events", "/version", "/openapi.json"]
 
 
 def bearing(key: str) -> dict[str, str]:

@@ -91,7 +91,8 @@ def test_unhealthy(bpe_tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [
-        ("GET", "/", 404, "not_found"),
+        ("GET", "/status", 404, "not_found"),
+        ("POST", "/", 405, "method_not_allowed"),
         ("POST", "/v1/embeddings", 404, "not_found"),
         ("GET", "/v1/models/", 404, "not_found"),
         ("GET", "/v1/chat/completions", 405, "method_not_allowed"),

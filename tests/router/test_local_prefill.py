@@ -73,6 +73,44 @@ def test_the_policy_ranks_and_who_failed_comes_last() -> None:
     assert choice(LocalPrefillRule(), D0, decode=False) == Placement(D0, None, "no_prefill_worker")
 
 
+@pytest.mark.parametrize(
+    ("cached", "decode", "prefill", "reason"),
+    [
+        (0, {}, {}, ""),
+        (80, {}, {}, "faster"),
+        (80, {"running": 3}, {}, "faster"),
+        (80, {"running": 30}, {}, ""),
+        (0, {"kv_bytes": 1 << 20, "kv_seconds": 100.0}, {}, "faster"),
+        (0, {"kv_bytes": 1 << 20, "kv_seconds": 100.0, "running": 60}, {}, ""),
+        (0, {}, {"waiting_tokens": 900}, "faster"),
+        (0, {"waiting_tokens": 900}, {"waiting_tokens": 900}, ""),
+    ],
+)
+def test_auto_takes_what_is_predicted_to_be_faster_for_all(
+    cached: int, decode: dict[str, object], prefill: dict[str, object], reason: Reason
+) -> None:
+    pace: dict[str, object] = {"steps": 10_000, "step_per_token": 1e-3}
+    fleet = fleet_of(
+        [worker("p0", "prefill", **pace, **prefill), worker("d0", "decode", prefills=True, **pace, **decode)]
+    )
+    has = np.zeros(len(fleet))
+    has[fleet.row("d0")] = cached
+    snapshot = Snapshot(fleet, forecast(fleet, 100, has, 0.0, 0.0))
+    for needs_decode in (True, False):
+        chosen = decide("cost", snapshot, Demand(needs_decode, prompt_tokens=100), LocalPrefillRule("auto"))
+        if needs_decode:
+            assert chosen.local == reason
+        assert (chosen.decode is None) is not needs_decode
+        assert chosen.prefill == fleet.row("d0" if chosen.local else "p0")
+
+
+def test_auto_falls_back_like_the_default_and_heeds_who_cannot() -> None:
+    assert choice(LocalPrefillRule("auto"), LOST, D0).local == "no_prefill_worker"
+    assert choice(LocalPrefillRule("auto"), P0, PLAIN).local == ""
+    with pytest.raises(NoWorkerAvailable, match="no prefill worker"):
+        choice(LocalPrefillRule("auto"), LOST, PLAIN)
+
+
 def placed(max_tokens: int = 8, placement: Placement = HERE) -> RequestMachine:
     request = machine(max_tokens)
     request.submit(0.0)

@@ -24,6 +24,7 @@ from router.instructions import Stage
 from router.kv_feed import KVFeeds
 from router.metrics import RouterMetrics
 from router.registry import Worker
+from router.slo.classes import SLOClass
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 ROW = re.compile(r"^\| `(\w+)` \| (\w+) \| (.*?) \| ([\w/ ]+) \| (.+) \|$", re.MULTILINE)
@@ -98,6 +99,10 @@ def exported() -> dict[str, Metric]:
     metrics.reached(Stage.TAKEN_OVER, report, first=True)
     metrics.reached(Stage.PREFILLED, replace(report, local_prefill="always"), first=False)
     metrics.foretold(decision(), 0.1)
+    metrics.admission.watch(("fast",), lambda _: 3)
+    metrics.admission.admitted("fast", 0.25)
+    metrics.admission.refused("fast", "target")
+    metrics.admission.served(SLOClass(name="fast", ttft=1.0, tpot=0.1), 0.5, 0.2)
     families = text_string_to_metric_families(metrics.exposition().decode())
     return {family.name: family for family in families if not family.name.endswith("_created")}
 

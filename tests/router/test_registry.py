@@ -181,9 +181,22 @@ def test_counts_go_on_when_a_worker_starts_again() -> None:
     assert workers.workers()[0].totals.transfer.open == 1, "what is open is open now, in the last life"
 
 
+def test_each_role_of_a_worker_has_counts_of_its_own() -> None:
+    workers = make()
+
+    def tells(now: float, peer: Peer, role: str, kv_bytes: int) -> None:
+        workers.heartbeat(peer, b"p", heartbeat(role, kv_bytes=kv_bytes), now)
+
+    tells(0.0, P1, "prefill", 100)
+    tells(0.5, P2, "decode", 7)
+    assert counted(workers)[0] == 7, "what it shipped did not land there"
+    tells(1.0, Peer("p", 3), "prefill", 20)
+    assert counted(workers)[0] == 120, "and it goes on from there when it comes back"
+
+
 def test_every_counter_of_a_load_is_summed_up() -> None:
     gauges = {"pool", "waiting", "waiting_tokens", "running", "open_leases", "open_imports", "step_age", "draining"}
-    gauges |= {"used_slots", "empty_slots", "swapped_blocks", "step_fixed", "step_per_token"}
+    gauges |= {"used_slots", "empty_slots", "swapped_blocks", "step_fixed", "step_per_token", "step_mean_tokens"}
     assert {*COUNTERS} | gauges | {"step_gaps"} == {*WorkerLoad.__struct_fields__}
     assert not {*COUNTERS} & gauges
 

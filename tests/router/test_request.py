@@ -183,7 +183,8 @@ def test_an_end_that_comes_after_all_its_tokens_still_ends_it() -> None:
 
 
 @pytest.mark.parametrize("state", ["queued", "prefilling", "handoff", "decoding"])
-def test_cancel_closes_both_legs_in_any_state(state: str) -> None:
+@pytest.mark.parametrize("event", ["cancel", "satisfied"])
+def test_a_client_that_wants_no_more_closes_both_legs_in_any_state(event: str, state: str) -> None:
     request = machine()
     request.submit(0.0)
     if state != "queued":
@@ -193,9 +194,11 @@ def test_cancel_closes_both_legs_in_any_state(state: str) -> None:
     if state == "decoding":
         request.tokens(D0.peer, tokens(1, 12), 1.0)
     assert request.state.value == state
-    assert cancelled(request.cancel(2.0)) == (set() if state == "queued" else {("p0", 0), ("d0", 0)})
-    assert request.state is RequestState.CANCELLED
-    assert request.cancel(2.0) == request.tick(1e6) == request.tokens(D0.peer, tokens(1, 12), 3.0) == []
+    assert cancelled(getattr(request, event)(2.0)) == (set() if state == "queued" else {("p0", 0), ("d0", 0)})
+    assert request.state is (RequestState.CANCELLED if event == "cancel" else RequestState.FINISHED)
+    assert request.timeline.ended == (None if event == "cancel" else 2.0)
+    assert request.cancel(2.0) == request.satisfied(2.0) == request.tick(1e6) == []
+    assert request.tokens(D0.peer, tokens(1, 12), 3.0) == []
 
 
 def test_the_deadline_fails_a_request_and_closes_its_legs() -> None:

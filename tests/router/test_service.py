@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 
 import pytest
 import zmq
@@ -22,12 +22,11 @@ from protocol.errors import (
     EngineFailure,
     NoWorkerAvailable,
     Overloaded,
-    StartFailed,
 )
 from protocol.ids import RequestKey
 from protocol.messages import Cancel, Tokens
 from router.config import RouterConfig
-from router.front.generation import Generation, GenerationService, Output
+from router.front.generation import Generation, Output, Outputs
 from router.service import Service
 
 PROMPT = (3, 4, 5, 6)
@@ -59,11 +58,11 @@ async def two_by_two(service: Service, fleet: Fleet) -> list[ScriptedWorker]:
     return workers
 
 
-def stream(service: Service, max_tokens: int = 8, timeout: float | None = None) -> AsyncGenerator[Output, None]:
+def stream(service: Service, max_tokens: int = 8, timeout: float | None = None) -> Outputs:
     return service.generate(Generation(PROMPT, greedy(max_tokens), timeout=timeout))
 
 
-async def whole(outputs: AsyncGenerator[Output, None]) -> tuple[tuple[int, ...], Output]:
+async def whole(outputs: Outputs) -> tuple[tuple[int, ...], Output]:
     tokens: list[int] = []
     last = Output(())
     async for output in outputs:
@@ -196,6 +195,29 @@ async def test_leaving_early_cancels_both_legs() -> None:
         assert prefill.cancels == decode.cancels == [prefill.opened[0].key]
         assert service.cluster()["live_requests"] == 0
         assert sample(service, "kvferry_requests_total", outcome="cancelled") == 1
+
+
+async def test_having_all_that_is_wanted_ends_both_legs_and_counts_as_finished() -> None:
+    async with serving() as (service, fleet):
+        prefill, decode = await pair(service, fleet)
+        decode.hold = 2
+        outputs = stream(service)
+        await anext(outputs)
+        with pytest.raises(StopAsyncIteration):
+            await outputs.asend("stop")
+        with service.together([Generation(PROMPT, greedy(8))] * 2) as (one, other):
+            await anext(one)
+            await anext(other)
+            with pytest.raises(StopAsyncIteration):
+                await one.asend("tool_calls")
+            assert service.cluster()["live_requests"] == 1
+        assert service.cluster()["live_requests"] == 0
+        # A token that was on its way to nobody is answered with a further cancel.
+        await until(lambda: len({*prefill.cancels}) == len({*decode.cancels}) == 3)
+        counted = {code: sample(service, "kvferry_requests_total", code=code) for code in ("stop", "tool_calls")}
+        assert counted == {"stop": 1, "tool_calls": 1}
+        assert sample(service, "kvferry_requests_total", outcome="cancelled") == 1
+        assert sample(service, "kvferry_e2e_seconds_count") == 2
 
 
 async def test_leaving_before_the_first_token_cancels_both_legs() -> None:
@@ -374,16 +396,3 @@ async def test_the_cluster_view_names_workers_but_no_address() -> None:
         ]
         assert "tcp://" not in str(view)
         assert service.max_model_len == 4096
-
-
-async def test_a_hub_address_that_is_taken_is_named() -> None:
-    async with serving() as (service, _):
-        second = Service(RouterConfig(model=MODEL, tokenizer="unused", hub=service.hub_endpoint))
-        with pytest.raises(StartFailed, match=service.hub_endpoint):
-            await second.start()
-
-
-def test_the_service_is_what_the_front_asks_for() -> None:
-    service: GenerationService = Service(RouterConfig(model=MODEL, tokenizer="unused"))
-    assert service.model == MODEL
-    assert service.max_model_len is None

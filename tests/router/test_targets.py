@@ -86,7 +86,7 @@ async def test_what_was_predicted_and_what_was_measured_are_both_recorded(policy
         assert report is not None
         (told,) = service.explain(report.request_id)
         predicted, measured = told["predicted"]["ttft_s"], told["measured"]["ttft_s"]
-        assert predicted > 100.0 > measured > 0.0, "its worker says that it is busy, and is not"
+        assert predicted > 99.0 > measured > 0.0, "its worker says that it is busy, and is not"
         for name, seconds in (("predicted", predicted), ("measured", measured), ("error", predicted - measured)):
             metric = "kvferry_ttft_prediction_error_seconds" if name == "error" else f"kvferry_ttft_{name}_seconds"
             assert sample(service, f"{metric}_count", policy=policy) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ from scripted_workers import Fleet, ScriptedWorker, fleet_at, greedy, until, who
 from worker_facts import MODEL
 
 from protocol.errors import InvalidRequest, InvariantViolation, NoWorkerAvailable, Overloaded
+from protocol.messages import ErrorInfo, Failed
 from router.config import RouterConfig
 from router.front.generation import Generation, Output
 from router.service import Service
@@ -84,10 +86,11 @@ async def test_who_closes_one_cancels_that_one_and_who_leaves_cancels_the_rest()
             await anext(first)
             await first.aclose()
             (asked,) = prefill.opened
-            await until(lambda: decode.cancels == [asked.key])
+            # A token that was on its way to nobody is answered with a further cancel.
+            await until(lambda: {*decode.cancels} == {asked.key})
             assert service.cluster()["live_requests"] == 2
         # Nobody ever read the other two.
-        await until(lambda: decode.cancels == [asked.key, *(fork.key for fork in asked.forks)])
+        await until(lambda: {*decode.cancels} == {asked.key, *(fork.key for fork in asked.forks)})
 
 
 async def test_a_refusal_reaches_each() -> None:
@@ -125,3 +128,62 @@ async def test_what_cannot_go_together_is_refused_and_nothing_is_left() -> None:
         for generations in (salted, scored):
             with pytest.raises(InvariantViolation), service.together(generations):
                 pass
+
+
+async def reckoned(service: Service, name: str) -> tuple[float, float]:
+    """Prompt tokens and sequences that are ahead of a request: what one more is told of, that then leaves."""
+    asked = service.generate(replace(copies(1)[0], name=name))
+    waiting = asyncio.create_task(anext(asked))
+    await until(lambda: bool(service.explain(name)))
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    await asked.aclose()
+    (decision,) = service.explain(name)
+    return decision["prefill_candidates"][0]["queue_tokens"], decision["decode_candidates"][0]["running"]
+
+
+async def test_what_is_over_is_ahead_of_nobody_however_it_ended() -> None:
+    async with serving(worker_timeout=60.0) as (service, fleet):
+        prefill, (decode,) = await joined(service, fleet)
+        decode.hold = 3
+        with service.together(copies(3)) as streams:
+            await asyncio.gather(*map(anext, streams))
+            assert await reckoned(service, "three") == (0, 3), "the prompt is through"
+            await streams[1].aclose()
+            assert await reckoned(service, "two") == (0, 2), "of those that go together each ends by itself"
+            decode.hold = None
+            await asyncio.gather(read(streams[0]), read(streams[2]))
+        assert await reckoned(service, "none") == (0, 0)
+        prefill.deaf = True
+        with service.together(copies(2)) as streams:
+            reading = [asyncio.create_task(read(outputs)) for outputs in streams]
+            await until(lambda: len(prefill.opened[-1].forks) == 1)
+            assert await reckoned(service, "one prompt") == (3, 2)
+            reading[0].cancel()
+            await asyncio.gather(reading[0], return_exceptions=True)
+            assert await reckoned(service, "still wanted") == (3, 1)
+            reading[1].cancel()
+            await asyncio.gather(reading[1], return_exceptions=True)
+        assert await reckoned(service, "nobody") == (0, 0)
+
+
+async def test_a_failed_attempt_is_ahead_of_nobody_while_the_next_one_runs() -> None:
+    async with serving(worker_timeout=60.0) as (service, fleet):
+        _, decodes = await joined(service, fleet, decode=2)
+        for decode in decodes:
+            decode.hold = 3
+        reading = asyncio.create_task(read(service.generate(copies(1, max_tokens=12)[0])))
+        await until(lambda: max(decode.told for decode in decodes) == 2)
+        victim = max(decodes, key=lambda decode: decode.told)
+        victim.send(Failed(key=victim.opened[0].key, error=ErrorInfo(code="engine_failure", message="no")))
+        heir = min(decodes, key=lambda decode: decode.told)
+        await until(lambda: len(heir.opened) == 1)
+        asked = service.generate(replace(copies(1)[0], name="probe"))
+        await anext(asked)
+        await asked.aclose()
+        (decision,) = service.explain("probe")
+        running = {each["worker"]: each["running"] for each in decision["decode_candidates"]}
+        assert running == {victim.peer.name: 0, heir.peer.name: 1}
+        for decode in decodes:
+            decode.hold = None
+        assert await reading == whole_text(PROMPT, 12)

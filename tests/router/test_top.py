@@ -24,17 +24,18 @@ from typer.testing import CliRunner
 from worker_facts import MODEL
 
 from cluster.cli import app
-from cluster.frame import BAR, alerts, frame
+from cluster.frame import BAR, frame
 from protocol.errors import MalformedFrame, Unauthorized
 from router.client import AsyncClient, Client, ClusterOverview
 from router.client.overview import overview_of
 from router.config import RouterConfig
 from router.front.keys import hash_of, new_key
+from router.overview import Alert, Latency, LiveStates
 from router.server import RouterServer
 
 
 @contextlib.asynccontextmanager
-async def routing(folder: Path, **settings: str) -> AsyncIterator[tuple[RouterServer, Fleet]]:
+async def routing(folder: Path, **settings: object) -> AsyncIterator[tuple[RouterServer, Fleet]]:
     checkpoint = write_checkpoint(folder / "checkpoint")
     server = RouterServer(RouterConfig(model=MODEL, tokenizer=str(checkpoint), port=0, **settings))  # type: ignore[arg-type]
     await server.start()
@@ -128,7 +129,6 @@ async def test_the_pool_the_rates_and_what_is_wrong(tmp_path: Path) -> None:
         fleet.add("decode", "decode-0", decode_tokens=1000, kv_bytes=5_000_000)
         before = await seen(client, 1)
     (worker,) = before.workers
-    assert alerts(before) == []
     assert "░" * BAR in drawn(before)
     pool = replace(worker.load.pool, free=0, active=21, exported=21, cached=21)
     load = replace(worker.load, pool=pool, decode_tokens=1300, kv_bytes=11_000_000)
@@ -138,9 +138,12 @@ async def test_the_pool_the_rates_and_what_is_wrong(tmp_path: Path) -> None:
     assert {"42/63", "150", "3.0"} <= {*cells}
     fresh = replace(before, workers=(replace(worker, load=load, incarnation=worker.incarnation + 1),))
     assert "150" not in drawn(fresh, before, 2.0).split(), "another incarnation counts from 0"
-    leaky = replace(before, workers=(replace(worker, leaked_blocks=4, breaker=replace(worker.breaker, state="open")),))
+    leaky = replace(before, alerts=(Alert(kind="leak", worker="decode-0", text="decode-0 has 4 leaked blocks"),))
     assert "decode-0 has 4 leaked blocks" in drawn(leaky)
-    assert "its breaker is open" in drawn(leaky)
+    assert "TTFT -" in drawn(before)
+    timed = Latency(bounds=(0.1, 0.2), counts=(50, 50, 0), total_s=12.0)
+    told = drawn(replace(before, requests=LiveStates(queued=1, decoding=7), latency={"ttft": timed}))
+    assert "1 queued, 0 prefilling, 0 in handoff, 7 decoding; TTFT p50 100 ms, p99 198 ms" in told
 
 
 async def test_a_key_in_a_file_lets_it_in(tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
 
 from protocol.ids import Peer, Role
 from protocol.layout import KVLayout
@@ -16,7 +19,10 @@ LAYOUT = KVLayout(num_layers=2, kv_heads=2, head_dim=8, block_size=4)
 
 
 def pool(free: int = 63) -> PoolCounts:
-    return PoolCounts(free=free, active=63 - free, cached=0, exported=0, importing=0, draining=0, reserved=1, total=64)
+    total = max(free, 63)
+    return PoolCounts(
+        free=free, active=total - free, cached=0, exported=0, importing=0, draining=0, reserved=1, total=total + 1
+    )
 
 
 def profile(
@@ -26,6 +32,7 @@ def profile(
     layout: KVLayout = LAYOUT,
     max_model_len: int = 4096,
     prefills: bool = False,
+    max_sequences: int = 0,
 ) -> WorkerProfile:
     return WorkerProfile(
         role=role,
@@ -36,6 +43,7 @@ def profile(
         num_blocks=64,
         peer_endpoint="tcp://127.0.0.1:1" if role == "prefill" else "",
         prefills=prefills,
+        max_sequences=max_sequences,
     )
 
 
@@ -46,10 +54,19 @@ def fleet_of(workers: Sequence[Worker], now: float = 0.0) -> Fleet:
 
 
 def heartbeat(
-    role: Role, *, model: str = MODEL, layout: KVLayout = LAYOUT, prefills: bool = False, **load: object
+    role: Role,
+    *,
+    model: str = MODEL,
+    layout: KVLayout = LAYOUT,
+    prefills: bool = False,
+    max_sequences: int = 0,
+    free: int = 63,
+    transfer: TransferCounts | None = None,
+    **load: object,
 ) -> Heartbeat:
-    told = WorkerLoad(pool=pool(), **load)  # type: ignore[arg-type]
-    return Heartbeat(profile(role, model=model, layout=layout, prefills=prefills), told)
+    told = WorkerLoad(**{"pool": pool(free), **load})  # type: ignore[arg-type]
+    known = profile(role, model=model, layout=layout, prefills=prefills, max_sequences=max_sequences)
+    return Heartbeat(known, told, transfer or TransferCounts())
 
 
 def worker(
@@ -66,3 +83,13 @@ def worker(
     beat = heartbeat(role, model=model, layout=layout, **load)
     peer = Peer(name, incarnation)
     return Worker(peer, str(peer).encode(), beat.profile, beat.load, 0.0, lost, transfer or TransferCounts())
+
+
+def paced(name: str, role: Role, *, token: float = 1e-3, **load: object) -> Worker:
+    """One that has measured its steps."""
+    return worker(name, role, steps=10_000, step_per_token=token, **load)
+
+
+def beating(worker: Worker, **load: object) -> Worker:
+    """The same after a further heartbeat."""
+    return replace(worker, load=msgspec.structs.replace(worker.load, **load))

@@ -31,7 +31,7 @@ from cluster.bench.roofline import HOST_READ_BYTES, Device, Rates
 from engine.attention.backend import Scoring
 from engine.config import EngineConfig
 from engine.kv_cache import TORCH_DTYPES
-from engine.runner import resolve_device, resolve_dtype
+from engine.resolution import resolve_device, resolve_dtype
 from protocol.layout import KVLayout
 
 

@@ -41,7 +41,7 @@ from cluster.signals import run_until_terminated
 from engine.config import EngineConfig
 from engine.kv_cache import TORCH_DTYPES
 from engine.models.config import ModelConfig
-from engine.runner import resolve_cache_dtype, resolve_device, resolve_dtype
+from engine.resolution import resolve_cache_dtype, resolve_device, resolve_dtype
 from engine.stepper import Stepper
 from protocol.errors import ConfigError
 from protocol.layout import ITEMSIZE, PADDING_BLOCK, KVLayout
