@@ -7,11 +7,47 @@ when two looks, one tick apart, have found that the worker does not know it any 
 from __future__ import annotations
 
 from collections.abc import Callable, Container
-from typing import Generic, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
+from protocol.error_info import ErrorInfo
 from protocol.ids import RequestKey
+from protocol.messages import Handover, Prefill, Reserve, StageTimes
 
-L = TypeVar("L")
+R = TypeVar("R", bound=Reserve | Prefill)
+
+
+@dataclass(slots=True)
+class Leg(Generic[R]):
+    """When what happened to one sequence; None where it has not. Monotonic seconds.
+
+    Attributes:
+        key: of its own; a fork's is not the request's.
+        request: as it came.
+        arrived: then.
+        chunks: when how many tokens of the prompt were computed here.
+        granted: there was room for its blocks at decode, as far as this worker knows.
+        handed_over, handover: the record of the prefill worker was sent, or came.
+        times: what its router was told with its first token here.
+        ended: the last of all.
+        error: why it came to nothing.
+        cancelled: nobody wanted it any more.
+    """
+
+    key: RequestKey
+    request: R
+    arrived: float
+    chunks: list[tuple[float, int]] = field(default_factory=list)
+    granted: float | None = None
+    handed_over: float | None = None
+    handover: Handover | None = None
+    times: StageTimes | None = None
+    ended: float | None = None
+    error: ErrorInfo | None = None
+    cancelled: bool = False
+
+
+L = TypeVar("L", bound=Leg[Any])
 
 
 class Legs(Generic[L]):
