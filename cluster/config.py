@@ -13,11 +13,11 @@ import msgspec
 
 from cluster.log_format import LogFormat, LogLevel
 from cluster.scale_section import MAX_REPLICAS, ScaleSection
-from cluster.section import check
 from cluster.slo_section import SLOSection
 from kv_transfer.choice import AUTO, GPUDIRECT_BY, MODES
 from kv_transfer.transport import GPUDIRECT, GpuDirect
 from protocol.errors import ConfigError
+from protocol.rules import check
 from protocol.tracing.config import TracingConfig
 from protocol.wire_layout import WireDtype
 

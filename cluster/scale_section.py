@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from cluster.section import check
 from protocol.errors import ConfigError
 from protocol.ids import Role
+from protocol.rules import check
 
 MAX_REPLICAS = 1024
 

@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 
 from protocol.errors import ConfigError
+from protocol.rules import check
 from protocol.tracing.config import TracingConfig
 from router.local_prefill import LOCAL_PREFILLS, LocalPrefill
 from router.policy import POLICIES
@@ -108,13 +109,14 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         for field in ("model", "tokenizer", "host"):
-            self._check(field, bool(getattr(self, field)), "not empty")
-        self._check(
-            "name", re.fullmatch(r"[A-Za-z0-9._-]{1,128}", self.name) is not None, "1 to 128 of A-Z a-z 0-9 . _ -"
+            check(self, (field, bool(getattr(self, field)), "not empty"))
+        check(
+            self,
+            ("name", re.fullmatch(r"[A-Za-z0-9._-]{1,128}", self.name) is not None, "1 to 128 of A-Z a-z 0-9 . _ -"),
         )
-        self._check("model", len(self.model) <= 256, "at most 256 characters")
-        self._check("port", 0 <= self.port <= 65535, "in [0, 65535]")
-        self._check("hub", self.hub.startswith(("tcp://", "ipc://")), "a tcp:// or ipc:// address")
+        check(self, ("model", len(self.model) <= 256, "at most 256 characters"))
+        check(self, ("port", 0 <= self.port <= 65535, "in [0, 65535]"))
+        check(self, ("hub", self.hub.startswith(("tcp://", "ipc://")), "a tcp:// or ipc:// address"))
         if not self.api_keys and not self.public and not _is_loopback(self.host):
             raise ConfigError(
                 f"host {self.host!r} can be reached from elsewhere, and there are no api_keys: name a file of them, "
@@ -124,13 +126,14 @@ class RouterConfig:
         for field, other in (("tls_certificate", "tls_key"), ("tls_key", "tls_certificate")):
             if getattr(self, other) and not getattr(self, field):
                 raise ConfigError(f"{field} must be given with {other}", field=field)
-        self._check("incarnation", 0 <= self.incarnation < 1 << 63, "in [0, 2**63)")
-        self._check("policy", self.policy in POLICIES, f"one of {sorted(POLICIES)}")
-        self._check("local_prefill", self.local_prefill in LOCAL_PREFILLS, f"one of {list(LOCAL_PREFILLS)}")
-        self._check("local_prefill_tokens", 0 <= self.local_prefill_tokens <= 1 << 20, "in [0, 2**20]")
-        self._check("tool_format", self.tool_format in TOOL_FORMATS, f"one of {list(TOOL_FORMATS)}")
-        self._check(
-            "generation_config", self.generation_config in GENERATION_CONFIGS, f"one of {list(GENERATION_CONFIGS)}"
+        check(self, ("incarnation", 0 <= self.incarnation < 1 << 63, "in [0, 2**63)"))
+        check(self, ("policy", self.policy in POLICIES, f"one of {sorted(POLICIES)}"))
+        check(self, ("local_prefill", self.local_prefill in LOCAL_PREFILLS, f"one of {list(LOCAL_PREFILLS)}"))
+        check(self, ("local_prefill_tokens", 0 <= self.local_prefill_tokens <= 1 << 20, "in [0, 2**20]"))
+        check(self, ("tool_format", self.tool_format in TOOL_FORMATS, f"one of {list(TOOL_FORMATS)}"))
+        check(
+            self,
+            ("generation_config", self.generation_config in GENERATION_CONFIGS, f"one of {list(GENERATION_CONFIGS)}"),
         )
         for field in (
             "worker_timeout",
@@ -142,8 +145,8 @@ class RouterConfig:
             "breaker_window",
             "breaker_cooldown",
         ):
-            self._check(field, 0.0 < getattr(self, field) < math.inf, "over 0 and finite")
-        self._check("explained_requests", 0 <= self.explained_requests <= 1 << 20, "in [0, 2**20]")
+            check(self, (field, 0.0 < getattr(self, field) < math.inf, "over 0 and finite"))
+        check(self, ("explained_requests", 0 <= self.explained_requests <= 1 << 20, "in [0, 2**20]"))
         for field in (
             "slow_start",
             "ttft_target",
@@ -153,14 +156,10 @@ class RouterConfig:
             "reorder_grace",
             "stop_grace",
         ):
-            self._check(field, 0.0 <= getattr(self, field) < math.inf, "at least 0 and finite")
-        self._check("priority_aging", 0.0 <= self.priority_aging <= 3600.0, "in [0, 3600]")
+            check(self, (field, 0.0 <= getattr(self, field) < math.inf, "at least 0 and finite"))
+        check(self, ("priority_aging", 0.0 <= self.priority_aging <= 3600.0, "in [0, 3600]"))
         for field in ("max_attempts", "max_requests", "breaker_failures"):
-            self._check(field, 1 <= getattr(self, field) <= 1 << 20, "in [1, 2**20]")
-
-    def _check(self, field: str, valid: bool, wanted: str) -> None:
-        if not valid:
-            raise ConfigError(f"{field} must be {wanted}, got {getattr(self, field)!r}", field=field)
+            check(self, (field, 1 <= getattr(self, field) <= 1 << 20, "in [1, 2**20]"))
 
 
 def _is_loopback(host: str) -> bool:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as Sent
@@ -99,6 +100,15 @@ def collector() -> Iterator[Collector]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def receiving(patch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    """A collector, and processes that send what they have at once, and straight to it."""
+    patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+    patch.setenv("NO_PROXY", "127.0.0.1")
+    with collector() as found:
+        yield found
 
 
 def spans_of(request: ExportTraceServiceRequest) -> Iterator[Seen]:

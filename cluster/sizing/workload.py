@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from protocol.errors import ConfigError
+from protocol.rules import check
 
 MAX_TOKENS = 1 << 24
 
@@ -35,12 +35,12 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     percentile: float = 0.99
 
     def __post_init__(self) -> None:
-        self._check("prompt_tokens", 1 <= self.prompt_tokens <= MAX_TOKENS, f"in [1, {MAX_TOKENS}]")
-        self._check("output_tokens", 1 <= self.output_tokens <= MAX_TOKENS, f"in [1, {MAX_TOKENS}]")
+        check(self, ("prompt_tokens", 1 <= self.prompt_tokens <= MAX_TOKENS, f"in [1, {MAX_TOKENS}]"))
+        check(self, ("output_tokens", 1 <= self.output_tokens <= MAX_TOKENS, f"in [1, {MAX_TOKENS}]"))
         for field, most in (("rate", 1e6), ("ttft", math.inf), ("tpot", math.inf)):
-            self._check(field, 0 < getattr(self, field) <= most and math.isfinite(getattr(self, field)), "over 0")
-        self._check("gap", 0 <= self.gap < math.inf, "at least 0 and finite")
-        self._check("percentile", 0.5 <= self.percentile < 1, "in [0.5, 1)")
+            check(self, (field, 0 < getattr(self, field) <= most and math.isfinite(getattr(self, field)), "over 0"))
+        check(self, ("gap", 0 <= self.gap < math.inf, "at least 0 and finite"))
+        check(self, ("percentile", 0.5 <= self.percentile < 1, "in [0.5, 1)"))
 
     @property
     def total_tokens(self) -> int:
@@ -56,7 +56,3 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     def decode_tokens(self) -> int:
         """Tokens after the first."""
         return self.output_tokens - 1
-
-    def _check(self, field: str, valid: bool, wanted: str) -> None:
-        if not valid:
-            raise ConfigError(f"{field} must be {wanted}, got {getattr(self, field)!r}", field=field)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from protocol.errors import ConfigError
+from protocol.rules import check
 from router.priority import MAX_PRIORITY
 
 DEFAULT = "default"
@@ -44,16 +45,12 @@ class SLOClass:
     max_queue: int = 1024
 
     def __post_init__(self) -> None:
-        self._check("name", CLASS_NAME.fullmatch(self.name) is not None, "1 to 64 of A-Z a-z 0-9 . _ -")
+        check(self, ("name", CLASS_NAME.fullmatch(self.name) is not None, "1 to 64 of A-Z a-z 0-9 . _ -"))
         for field in ("ttft", "tpot", "deadline"):
-            self._check(field, 0.0 <= getattr(self, field) <= 86400.0, "in [0, 86400]")
-        self._check("weight", 0.0 < self.weight <= MAX_WEIGHT, f"over 0 and at most {MAX_WEIGHT:g}")
-        self._check("priority", abs(self.priority) <= MAX_PRIORITY, f"in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
-        self._check("max_queue", 1 <= self.max_queue <= 1 << 20, "in [1, 2**20]")
-
-    def _check(self, field: str, valid: bool, wanted: str) -> None:
-        if not valid:
-            raise ConfigError(f"{field} must be {wanted}, got {getattr(self, field)!r}", field=field)
+            check(self, (field, 0.0 <= getattr(self, field) <= 86400.0, "in [0, 86400]"))
+        check(self, ("weight", 0.0 < self.weight <= MAX_WEIGHT, f"over 0 and at most {MAX_WEIGHT:g}"))
+        check(self, ("priority", abs(self.priority) <= MAX_PRIORITY, f"in [-{MAX_PRIORITY}, {MAX_PRIORITY}]"))
+        check(self, ("max_queue", 1 <= self.max_queue <= 1 << 20, "in [1, 2**20]"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +82,7 @@ class SLOConfig:
         if self.default and self.default not in names:
             known = ", ".join(names) or "none"
             raise ConfigError(f"default must be one of the classes ({known}), got {self.default!r}", field="default")
-        if not 0.0 < self.backlog < math.inf:
-            raise ConfigError(f"backlog must be over 0 and finite, got {self.backlog!r}", field="backlog")
+        check(self, ("backlog", 0.0 < self.backlog < math.inf, "over 0 and finite"))
 
     @property
     def active(self) -> bool:

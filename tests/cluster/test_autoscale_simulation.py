@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from itertools import pairwise
 
+import msgspec
 import pytest
 
 from cluster.autoscale.planner import Grow, Leave, Switch
@@ -95,16 +96,8 @@ def test_it_does_not_flap_on_a_steady_load() -> None:
 
 
 def test_it_stays_within_its_limits_and_changes_roles_before_it_takes_machines() -> None:
-    auto = AutoSection(
-        enabled=True,
-        ttft=PROFILE.ttft,
-        tpot=PROFILE.tpot,
-        prefill=RoleBounds(min=1, max=5),
-        decode=RoleBounds(min=1, max=5),
-        max_workers=4,
-        down_after=100.0,
-        cooldown=20.0,
-    )
+    bounds = RoleBounds(min=1, max=5)
+    auto = msgspec.structs.replace(AUTO, prefill=bounds, decode=bounds, max_workers=4)
     long_answers = phases("sharegpt", (1.5, 90.0))
     long_prompts = phases("no-reuse", (2.0, 90.0))
     trace = long_answers + [

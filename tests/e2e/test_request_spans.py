@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
-from collector import Collector, Seen, collector
+from collector import Collector, Seen, receiving
 from http_stage import Stage, http_stage
 from prometheus_client.parser import text_string_to_metric_families
 from rack import until
@@ -32,9 +32,7 @@ SLACK = 2_000_000
 @pytest.fixture(scope="module")
 def there() -> Iterator[Collector]:
     patch = pytest.MonkeyPatch()
-    patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
-    patch.setenv("NO_PROXY", "127.0.0.1")
-    with collector() as found:
+    with receiving(patch) as found:
         yield found
     patch.undo()
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from collector import Collector, collector
+from collector import Collector, collector, receiving
 
 from protocol.errors import ConfigError
 from protocol.ids import RequestKey
@@ -24,9 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
-    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    with collector() as found:
+    with receiving(monkeypatch) as found:
         yield found
     assert not exporting()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from collector import Collector, collector
+from collector import Collector, receiving
 from front_stage import write_checkpoint
 from scripted_workers import ScriptedWorker, fleet_at, until
 from test_server import routing
@@ -19,9 +19,7 @@ from protocol.tracing.config import TracingConfig
 
 @pytest.fixture
 def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
-    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    with collector() as found:
+    with receiving(monkeypatch) as found:
         yield found
 
 

@@ -1,11 +1,11 @@
-"""What every section of a cluster's file checks its values by."""
+"""What settings check their values by."""
 
 from __future__ import annotations
 
 from protocol.errors import ConfigError
 
 
-def check(section: object, *rules: tuple[str, bool, str]) -> None:
+def check(settings: object, *rules: tuple[str, bool, str]) -> None:
     """See that each rule's field is valid, a rule being the field, whether it is, and what is wanted of it.
 
     Raises:
@@ -13,4 +13,4 @@ def check(section: object, *rules: tuple[str, bool, str]) -> None:
     """
     for field, valid, wanted in rules:
         if not valid:
-            raise ConfigError(f"{field} must be {wanted}, got {getattr(section, field)!r}", field=field)
+            raise ConfigError(f"{field} must be {wanted}, got {getattr(settings, field)!r}", field=field)
