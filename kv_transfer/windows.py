@@ -18,7 +18,14 @@ from threading import Lock
 
 from kv_transfer.gate import Gate, hand_back
 from kv_transfer.transport import Landed, OnBroken, OnLanded, Window
-from protocol.errors import ChannelLost, ConfigError, InvariantViolation, TicketRejected, TransferError
+from protocol.errors import (
+    ChannelLost,
+    ConfigError,
+    IntegrityMismatch,
+    InvariantViolation,
+    TicketRejected,
+    TransferError,
+)
 
 Target = tuple[int, int]
 """``(offset, nbytes)`` in the receiver's memory."""
@@ -57,7 +64,7 @@ class _Progress:
         self.started = started
         self.seen: set[int] = set()
         self.landed = 0
-        self.broken = False
+        self.broken: TransferError | None = None
         self.blocks: list[int] = []
         self.carriers: set[object] = set()
 
@@ -89,6 +96,7 @@ class OpenWindow:
         Raises:
             TicketRejected: a block is not the window's, is of another generation, or has been written in that place;
                 or the targets are not exactly the named blocks, or one band of each. Nothing is noted then.
+            IntegrityMismatch: another part of the ship is known to be damaged: nothing is noted either.
         """
         bounds, blocks = self._checked_blocks(part)
         with self._lock:
@@ -97,7 +105,8 @@ class OpenWindow:
             self._check_untaken(bounds, blocks)
             progress = self._ships.get(part.ship) or _Progress(part.count, bounds, now)
             fits = progress.count == part.count and progress.bounds == bounds and part.index not in progress.seen
-            if progress.broken or not fits:
+            self._check_unbroken(progress)
+            if not fits:
                 raise TicketRejected(f"part {part.index} of {part.count} does not fit the ship it names")
             progress.seen.add(part.index)
             progress.carriers.add(carrier)
@@ -109,13 +118,14 @@ class OpenWindow:
 
         Raises:
             TicketRejected: the window was shut, or another part of the ship cut off, meanwhile.
+            IntegrityMismatch: another part of the ship came damaged: whichever of them is answered first, its sender
+                learns that.
         """
         with self._lock:
             if not self.gate.is_open:
                 raise TicketRejected("the window is closed")
             progress = self._ships[part.ship]
-            if progress.broken:
-                raise TicketRejected("another part of the ship was cut off")
+            self._check_unbroken(progress)
             progress.landed += 1
             progress.blocks.extend(block for block, _ in part.generations)
             if progress.landed < progress.count:
@@ -138,8 +148,8 @@ class OpenWindow:
             progress = self._ships.get(number)
             if progress is None or progress.carriers or progress.broken:
                 return
-            progress.broken = True
-        self._report_broken(ChannelLost("the sender's connections have ended between two parts of a ship"))
+            progress.broken = ChannelLost("the sender's connections have ended between two parts of a ship")
+        self._report_broken(progress.broken)
 
     def report(self, landed: Landed) -> None:
         """Have ``on_landed`` called on the window's loop, unless the window is shut by then."""
@@ -148,7 +158,8 @@ class OpenWindow:
     def abandon(self, part: Part, error: TransferError) -> None:
         """An admitted part was cut off; its ship never lands, and ``on_broken`` follows."""
         with self._lock:
-            self._ships[part.ship].broken = True
+            progress = self._ships[part.ship]
+            progress.broken = progress.broken or error
         hand_back(self._loop, self._report_broken, error)
 
     def _report_landed(self, landed: Landed) -> None:
@@ -167,6 +178,13 @@ class OpenWindow:
     def _report_broken(self, error: TransferError) -> None:
         if self.gate.is_open:
             self._on_broken(self.window.ticket, error)
+
+    @staticmethod
+    def _check_unbroken(progress: _Progress) -> None:
+        if isinstance(progress.broken, IntegrityMismatch):
+            raise IntegrityMismatch(progress.broken.message)
+        if progress.broken is not None:
+            raise TicketRejected("another part of the ship was cut off")
 
     def _check_untaken(self, bounds: Bounds, blocks: set[int]) -> None:
         for (begin, end), taken in self._taken.items():

@@ -91,6 +91,10 @@ class _Job:
         return wire.pack_verdict(kind, self.ship, self.index, reason)
 
 
+def _kind(error: TicketRejected | IntegrityMismatch) -> Kind:
+    return Kind.DAMAGED if isinstance(error, IntegrityMismatch) else Kind.REFUSED
+
+
 class Serving:
     """One connection's conversation."""
 
@@ -174,9 +178,9 @@ class Serving:
         part = wire.parse_tables(head, tables)
         try:
             window.admit(part, time.monotonic())
-        except TicketRejected as refusal:
+        except (TicketRejected, IntegrityMismatch) as refusal:
             self._job = _Job(head)
-            self._say(self._job.verdict(Kind.REFUSED, refusal.message))
+            self._say(self._job.verdict(_kind(refusal), refusal.message))
             return
         self._job = _Job(head, (window, part), Sums(head.raw + tables) if head.summed else None)
         if self._carrier is None:
@@ -234,29 +238,28 @@ class Serving:
             chunk.nbytes, partial(_scattered, slot, berth.pool, pieces, job.window.gate, checksum)
         )
         if not entered:
-            self._refuse(job, "the window is closed")
+            self._fail(job, TicketRejected("the window is closed"))
         elif total is not None and total != chunk.total and job.live:
             reason = f"part {job.index} of ship {job.ship:x} has not the checksum that it was sent with"
-            self._abandon(job, IntegrityMismatch(reason))
-            self._say(job.verdict(Kind.DAMAGED, reason))
+            self._fail(job, IntegrityMismatch(reason))
 
     def _complete(self, job: _Job) -> None:
         assert job.window is not None, "live"
         assert job.part is not None, "live"
         try:
             landed = job.window.complete(job.part, time.monotonic())
-        except TicketRejected as refusal:
-            self._refuse(job, refusal.message)
+        except (TicketRejected, IntegrityMismatch) as refusal:
+            self._fail(job, refusal)
             return
         job.live = False
         self._say(job.verdict(Kind.LANDED))
         if landed is not None:
             job.window.report(landed)
 
-    def _refuse(self, job: _Job, reason: str) -> None:
+    def _fail(self, job: _Job, error: TicketRejected | IntegrityMismatch) -> None:
         if job.live:
-            self._abandon(job, TicketRejected(reason))
-            self._say(job.verdict(Kind.REFUSED, reason))
+            self._abandon(job, error)
+            self._say(job.verdict(_kind(error), error.message))
 
     def _abandon(self, job: _Job, error: TransferError) -> None:
         if job.live:

@@ -189,8 +189,9 @@ class Serving:
             else:
                 landed = window.complete(part, time.monotonic())
                 answer = wire.pack_answer(part, Verdict.LANDED)
-        except TicketRejected as refusal:
-            answer = wire.pack_answer(part, Verdict.REFUSED, refusal.message)
+        except (TicketRejected, IntegrityMismatch) as refusal:
+            verdict = Verdict.DAMAGED if isinstance(refusal, IntegrityMismatch) else Verdict.REFUSED
+            answer = wire.pack_answer(part, verdict, refusal.message)
         writer.write(answer)
         if landed is not None:
             window.report(landed)

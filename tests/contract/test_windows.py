@@ -9,7 +9,7 @@ from kv_transfer import windows
 from kv_transfer.gate import Gate
 from kv_transfer.transport import Landed, Window
 from kv_transfer.windows import OpenWindow, Part, WindowBook
-from protocol.errors import ChannelLost, TicketRejected, TransferError
+from protocol.errors import ChannelLost, IntegrityMismatch, TicketRejected, TransferError
 
 SIZE = 8
 TICKET = bytes(16)
@@ -86,10 +86,25 @@ async def test_a_ship_that_lost_a_part_never_lands() -> None:
     opened.window.abandon(parts[0], ChannelLost("gone"))
     with pytest.raises(TicketRejected, match="another part"):
         opened.window.complete(parts[1], 1.0)
-    with pytest.raises(TicketRejected, match="does not fit"):
+    with pytest.raises(TicketRejected, match="another part"):
         opened.window.admit(parts[2], 1.0)
     await turn()
     assert [str(error) for error in opened.broken] == ["gone"]
+
+
+async def test_all_parts_of_a_damaged_ship_are_answered_with_the_damage() -> None:
+    # The sender raises what it is answered first: a part that only shares the ship may be before the damaged one.
+    opened = Opened()
+    parts = [Part(1, index, 3, [((index + 1) * SIZE, SIZE)], [(index + 1, 5)]) for index in range(3)]
+    opened.window.admit(parts[0], 0.0)
+    opened.window.admit(parts[1], 0.0)
+    opened.window.abandon(parts[0], IntegrityMismatch("not its checksum"))
+    with pytest.raises(IntegrityMismatch, match="not its checksum"):
+        opened.window.complete(parts[1], 1.0)
+    with pytest.raises(IntegrityMismatch, match="not its checksum"):
+        opened.window.admit(parts[2], 1.0)
+    await turn()
+    assert [str(error) for error in opened.broken] == ["not its checksum"]
 
 
 async def test_a_ship_whose_connections_end_between_two_parts_is_reported_broken(
@@ -110,7 +125,7 @@ async def test_a_ship_whose_connections_end_between_two_parts_is_reported_broken
         while not opened.broken:
             await turn()
     assert "between two parts" in str(opened.broken[0])
-    with pytest.raises(TicketRejected, match="does not fit"):
+    with pytest.raises(TicketRejected, match="another part"):
         opened.window.admit(parts[2], 1.0, "c")
 
 

@@ -65,6 +65,8 @@ async def test_a_prefill_worker_waits_for_who_reads_its_blocks(tiny_llama_dir: P
         # Decode has no room for another such prompt: the lease on its blocks waits.
         second = asyncio.create_task(running.ask(prompt_of(tiny_oracle, 230, 1), max_tokens=4))
         await until(lambda: running.decode[0].load().waiting, "a request that waits for room")
+        # Decode waits for room from the request's coming on; the lease opens at the end of its first chunk.
+        await until(lambda: any(worker.load().open_leases for worker in running.prefill), "its lease")
         (holder,) = [worker for worker in running.prefill if worker.load().open_leases]
         await until(lambda: not holder.load().running, "its prompt")
         holder.drain(60.0)

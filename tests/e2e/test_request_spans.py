@@ -12,6 +12,7 @@ from collector import Collector, Seen, receiving
 from http_stage import Stage, http_stage
 from prometheus_client.parser import text_string_to_metric_families
 from rack import until
+from test_handoff_faults import Gate
 
 from protocol.tracing.config import TracingConfig
 
@@ -152,11 +153,15 @@ async def test_choices_of_one_prompt_are_attempts_beside_each_other(stage: Stage
 
 
 async def test_who_leaves_and_who_errs_are_told_so(stage: Stage, there: Collector) -> None:
+    # Held, so that it cannot be over before we have left.
+    gate = Gate(stage.decode, open_for=1)
     async with stage.client.stream(
         "POST", "/v1/completions", json={"model": "tiny", "prompt": PROMPT, "max_tokens": 200, "stream": True}
     ) as answer:
         await anext(answer.aiter_bytes())
-    await came(there, lambda: there.named("text_completion tiny") and there.named("decode_worker"), "the end")
+    await came(there, lambda: there.named("text_completion tiny"), "the end")
+    gate.open()
+    await came(there, lambda: there.named("decode_worker"), "the end on decode")
     (left,) = there.named("text_completion tiny")
     assert (left.error, left.attributes["error.type"]) == (False, "request_cancelled")
     (attempt,) = there.named("attempt")
