@@ -204,7 +204,7 @@ class Front:
                 trace.asked(request)
             header = exchange.header(standing.HEADER)
             found = standing.standing_of(self._config.slo, request, header, exchange.holder)
-            return plan(planner, request).ranked(found)
+            return plan(planner, request).of(exchange.request_id, found)
 
         async def work() -> None:
             begun = time.monotonic()
@@ -213,7 +213,6 @@ class Front:
                 ready = trace.planned(ready, begun)
             for form in ready.forms:
                 await self._inspector.check(form.grammar, form.field)
-            ready = ready.named(exchange.request_id)
             if exchange.header(b"x-kvferry-explain") == b"1":
                 exchange.notes = lambda: explained(self._service.explain(exchange.request_id))
             shown_as = AnswerFormat(
