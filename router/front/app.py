@@ -89,6 +89,7 @@ class Front:
         self._watching = Watching(
             lambda: msgspec.json.encode(service.cluster()),
             most=self._config.max_watchers,
+            most_each=self._config.max_watchers_each,
             interval=self._config.watch_interval,
             patience=self._config.watch_patience,
         )
