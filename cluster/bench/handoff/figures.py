@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 from rich.table import Table
@@ -12,30 +11,8 @@ from rich.table import Table
 from cluster.bench.statistics import Latency, latency
 from protocol.layout import KVLayout
 
-VERSION = 2
+VERSION = 1
 MIB = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class HandoffTimes:
-    """One prompt.
-
-    Attributes:
-        seconds: from the moment its last chunk's blocks are complete to the commit at decode.
-        ships: seconds of each ship, from its beginning to its acknowledgement; the last chunk's is the last.
-    """
-
-    seconds: float
-    ships: tuple[float, ...]
-
-    @property
-    def of_one_chunk(self) -> float | None:
-        """Its seconds over those that an earlier chunk of the same prompt was under way; None where it has none.
-
-        Not over those of a short prompt: its blocks have been used more lately, and memory gets slower to reach the
-        longer nobody has.
-        """
-        return self.seconds / statistics.median(self.ships[:-1]) if len(self.ships) > 1 else None
 
 
 class HandoffRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,8 +22,7 @@ class HandoffRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         transport: as asked for.
         prompt_tokens, chunks, nbytes: of the prompt.
         latency: from the moment its last chunk's blocks are complete to the commit at decode.
-        of_one_chunk: that over what an earlier chunk of the same prompt takes on its way, the median over the turns;
-            None for a prompt of one chunk.
+        of_one_chunk: that over the same of a prompt of one chunk, the median over the turns; None for such a prompt.
     """
 
     transport: str
@@ -79,27 +55,27 @@ class HandoffReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     skipped: dict[str, str]
 
 
-def rows_of(
-    transport: str, layout: KVLayout, chunk_tokens: int, found: dict[int, Sequence[HandoffTimes]]
-) -> list[HandoffRow]:
+def rows_of(transport: str, layout: KVLayout, chunk_tokens: int, found: dict[int, Sequence[float]]) -> list[HandoffRow]:
     """The rows of one transport.
 
     Args:
         transport: its name.
         layout: of the blocks.
-        chunk_tokens: of a chunk.
-        found: by prompt tokens, turn by turn.
+        chunk_tokens: of a chunk; if a prompt is longer, ``found`` has one of exactly this length too.
+        found: seconds by prompt tokens, turn by turn, as many of each.
     """
     rows = []
-    for tokens, times in found.items():
-        shares = [share for each in times if (share := each.of_one_chunk) is not None]
+    for tokens, seconds in found.items():
+        chunks = -(-tokens // chunk_tokens)
+        pairs = zip(seconds, found[chunk_tokens], strict=True) if chunks > 1 else ()
+        shares = [own / alone for own, alone in pairs]
         rows.append(
             HandoffRow(
                 transport=transport,
                 prompt_tokens=tokens,
-                chunks=-(-tokens // chunk_tokens),
+                chunks=chunks,
                 nbytes=layout.blocks_for(tokens) * layout.block_bytes,
-                latency=latency([each.seconds for each in times]),
+                latency=latency(seconds),
                 of_one_chunk=statistics.median(shares) if shares else None,
             )
         )

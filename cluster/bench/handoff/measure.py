@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cluster.bench import memory
 from cluster.bench.case import UCX_HELD
-from cluster.bench.handoff.figures import HandoffReport, HandoffRow, HandoffTimes, rows_of
+from cluster.bench.handoff.figures import HandoffReport, HandoffRow, rows_of
 from cluster.bench.handoff.prefill_side import Scene, staged
 from cluster.bench.preset import layout_of
 from kv_transfer.transport import SCHEMES
@@ -56,8 +56,9 @@ class HandoffOptions:
                 raise UnknownTransport(f"no transport {transport!r}; known: {known}", field="transports")
 
     def lengths(self) -> tuple[int, ...]:
-        """Prompt tokens, each once."""
-        return tuple(sorted({*self.tokens}))
+        """Prompt tokens, each once; a chunk's length is among them where a prompt has several."""
+        alone = (self.chunk,) if max(self.tokens) > self.chunk else ()
+        return tuple(sorted({*self.tokens, *alone}))
 
 
 async def measure_handoff(options: HandoffOptions, on_turn: OnTurn) -> HandoffReport:
@@ -101,13 +102,13 @@ async def measure_handoff(options: HandoffOptions, on_turn: OnTurn) -> HandoffRe
 
 async def _measure(
     scene: Scene, lengths: Sequence[int], runs: int, on_turn: Callable[[int], None]
-) -> dict[int, Sequence[HandoffTimes]]:
-    found: dict[int, list[HandoffTimes]] = {tokens: [] for tokens in lengths}
+) -> dict[int, Sequence[float]]:
+    found: dict[int, list[float]] = {tokens: [] for tokens in lengths}
     async with staged(scene) as side:
         for turn in range(WARM_UP + runs):
             for tokens in lengths:
-                times = await side.hand_over(tokens, checked=turn == 0)
+                seconds = await side.hand_over(tokens, checked=turn == 0)
                 if turn >= WARM_UP:
-                    found[tokens].append(times)
+                    found[tokens].append(seconds)
             on_turn(turn + 1)
-    return {tokens: tuple(times) for tokens, times in found.items()}
+    return {tokens: tuple(seconds) for tokens, seconds in found.items()}

@@ -19,7 +19,6 @@ import zmq.asyncio
 from cluster.bench import memory
 from cluster.bench.ending import to_the_end
 from cluster.bench.far_end import checksum
-from cluster.bench.handoff.figures import HandoffTimes
 from cluster.bench.handoff.order import LINE_BYTES, TOKEN, Answer, Failed, Order, Ready, Stage, Take, Taken
 from engine.block_pool import BlockPool, HolderKind, Owner
 from kv_transfer.transport import TransportConfig
@@ -31,7 +30,6 @@ from protocol.layout import KVLayout
 from protocol.messages import ErrorInfo, Message, Prefill, PrefillAddress, Reserve
 from protocol.sampling import SamplingParams
 from protocol.sockets import Hub
-from protocol.worker_watch import WorkerWatch
 
 START_SECONDS = 60.0
 REQUEST_SECONDS = 30.0
@@ -143,14 +141,6 @@ async def staged(scene: Scene) -> AsyncIterator[PrefillSide]:
         yield side
 
 
-class _ShipWatch(WorkerWatch):
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    def shipped(self, key: RequestKey, transport: str, nbytes: int, seconds: float) -> None:
-        self.seconds.append(seconds)
-
-
 class PrefillSide:
     """See the module."""
 
@@ -168,7 +158,6 @@ class PrefillSide:
         self._news = asyncio.Event()
         self._failure: KVFerryError | None = None
         self._taken: dict[RequestKey, Taken] = {}
-        self._ships = _ShipWatch()
         self._exports = Exports(
             self._blocks,
             scene.layout,
@@ -180,13 +169,12 @@ class PrefillSide:
             closed=lambda _: self._news.set(),
             transport=TransportConfig(ucx_tls=scene.ucx_tls, name=str(me)),
             staging_bytes=STAGING_BYTES,
-            watch=self._ships,
         )
         loops = (self._answers(), self._readers(), self._ticks())
         self._tasks = [asyncio.create_task(loop) for loop in loops]
 
-    async def hand_over(self, tokens: int, *, checked: bool = False) -> HandoffTimes:
-        """One prompt, chunk by chunk, to its commit on the decode side.
+    async def hand_over(self, tokens: int, *, checked: bool = False) -> float:
+        """Seconds from the moment a prompt's last chunk is complete to its commit on the decode side.
 
         Args:
             tokens: of the prompt.
@@ -202,8 +190,7 @@ class PrefillSide:
         except TimeoutError as error:
             raise ConnectionFailed(f"a prompt of {tokens} tokens was not handed over in time") from error
 
-    async def _hand_over(self, tokens: int, checked: bool) -> HandoffTimes:
-        self._ships.seconds.clear()
+    async def _hand_over(self, tokens: int, checked: bool) -> float:
         key = RequestKey(new_request_id(), 0)
         owner = Owner(HolderKind.TABLE, str(key))
         prompt = (TOKEN,) * tokens
@@ -226,7 +213,7 @@ class PrefillSide:
         taken = self._taken.pop(key)
         if checked and taken.crc != await asyncio.to_thread(checksum, self._bytes(blocks)):
             raise IntegrityMismatch("other bytes landed than were sent")
-        return HandoffTimes(taken.at - complete, tuple(self._ships.seconds))
+        return taken.at - complete
 
     async def close(self) -> None:
         """End everything of this side."""
