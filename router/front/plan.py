@@ -302,7 +302,12 @@ class Planner:
     def _logit_bias(self, request: GenerationRequest) -> tuple[tuple[int, float], ...]:
         # Keys that write the same id differently ("07") are one id, whose last value counts.
         biases = {int(key): bias for key, bias in (request.logit_bias or {}).items()}
-        check_token_ids(biases, self._tokenizer.vocab_size, "logit_bias")
+        most = max(biases, default=0)
+        if most >= self._tokenizer.vocab_size:
+            raise InvalidRequest(
+                f"logit_bias must be of token ids of at most {self._tokenizer.vocab_size - 1}, got {most}",
+                field="logit_bias",
+            )
         return tuple(sorted(biases.items()))
 
 
