@@ -185,7 +185,8 @@ class DecodeWorker(SimulatedWorker):
         if not done or not (count or self._local.tokens):
             return
         took = self._time_of(done) if self._mixed_until is None else self._mixed_until - self._since
-        self._pace.add(count + self._local.tokens, took / done)
+        if not self._local.tokens:
+            self._pace.add(count, took / done)
         self._since += took
         self._steps = steps
         self._context += done * count
