@@ -16,7 +16,7 @@ History of the wire:
   ``WorkerLoad.step_fixed`` and ``step_per_token``, ``WorkerProfile.step_tokens``.
 * 4 -- ``Prefill.traceparent``, ``Reserve.traceparent``, ``WorkerLoad.spans_exported`` and ``spans_dropped``;
   ``WorkerProfile.max_sequences``; ``WorkerLoad.step_mean_tokens``.
-* 5 -- ``Cancel.satisfied``.
+* 5 -- ``Cancel.satisfied``, ``WorkerProfile.link_rate``.
 """
 
 from __future__ import annotations
