@@ -16,6 +16,8 @@ History of the wire:
   ``WorkerLoad.step_fixed`` and ``step_per_token``, ``WorkerProfile.step_tokens``.
 * 4 -- ``Prefill.traceparent``, ``Reserve.traceparent``, ``WorkerLoad.spans_exported`` and ``spans_dropped``;
   ``WorkerProfile.max_sequences``; ``WorkerLoad.step_mean_tokens``.
+* 5 -- ``Handover`` goes out with the last ship, no longer after its answer, so it tells no more of ``ship`` and
+  ``transport``: decode sees them itself.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from protocol.ids import Peer
 from protocol.messages import Envelope, Message
 
 MAGIC = b"KF"
-VERSION = 4
+VERSION = 5
 """The one version this release speaks."""
 HEADER = MAGIC + bytes([VERSION])
 MAX_FRAME_BYTES = 16 << 20
