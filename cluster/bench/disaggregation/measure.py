@@ -151,8 +151,9 @@ def alone_row(tokens: int, apart: Sequence[Request], together: Sequence[Request]
     """The medians of one prompt length; the requests of a turn stand at the same place of both."""
 
     def median(runs: Sequence[Request]) -> Request:
-        names = Request.__struct_fields__
-        return Request(**{name: statistics.median(getattr(each, name) for each in runs) for name in names})
+        times = [name for name in Request.__struct_fields__ if name != "kv_bytes"]
+        found = {name: statistics.median(getattr(each, name) for each in runs) for name in times}
+        return Request(**found, kv_bytes=runs[0].kv_bytes)
 
     pairs = list(zip(apart, together, strict=True))
     return AloneRow(
