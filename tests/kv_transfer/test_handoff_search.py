@@ -46,7 +46,7 @@ def world(
         (2, 1, 1, {"forge": 1}),
         (2, 0, 1, {"drop": 2}),
         (2, 0, 1, {"break": 2}),
-        (2, 0, 1, {"unanswer": 1}),
+        (1, 0, 1, {"unanswer": 1, "drop": 1}),
         (1, 0, 1, {"unanswer": 1, "cancel": 1}),
         (1, 0, 1, {"duplicate": 1}),
         (1, 0, 1, {"cancel": 1, "drop": 1}),
