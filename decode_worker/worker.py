@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
@@ -23,6 +22,7 @@ from decode_worker.imports import Imports
 from decode_worker.local_prefill import LocalPrefill
 from decode_worker.outbox import Outbox
 from decode_worker.peers import PrefillPeers
+from decode_worker.profile import profile_of
 from decode_worker.reception import Reception
 from decode_worker.refusal import prefill_refusal, refusal
 from decode_worker.scheduler import DecodeScheduler
@@ -35,6 +35,7 @@ from engine.block_pool import BlockPool
 from engine.engine import Engine
 from engine.pool_watch import PoolWatch
 from engine.step_watch import StepWatch
+from kv_transfer.instructions import Commit
 from protocol.curve import CurveKeys
 from protocol.departure import Leaver
 from protocol.errors import KVFerryError, Overloaded, Preempted, ProtocolError, WorkerDraining, WorkerError
@@ -45,7 +46,6 @@ from protocol.messages import (
     Cancel,
     ErrorInfo,
     Failed,
-    Handover,
     Heartbeat,
     Message,
     Prefill,
@@ -151,19 +151,7 @@ class DecodeWorker:
             watch=self._trace,
         )
         resources.push_async_callback(self._imports.close)
-        self.profile = WorkerProfile(
-            role="decode",
-            model=self.config.model_name,
-            vocab_size=runner.vocab_size,
-            max_model_len=runner.max_model_len,
-            layout=runner.layout,
-            num_blocks=runner.num_blocks,
-            kv_addresses=reception.receiver.addresses,
-            prefills=self.config.local_prefill,
-            max_sequences=settings.max_sequences,
-            device=str(runner.device),
-            pid=os.getpid(),
-        )
+        self.profile = profile_of(self.config, runner, reception.receiver.addresses)
         self._link = WorkerLink(
             context,
             self.me,
@@ -297,12 +285,12 @@ class DecodeWorker:
             for key in self._forks.wanted(first):
                 self._drop(key)
 
-    def _commit(self, key: RequestKey, handover: Handover, handoff: float) -> None:
-        now = time.monotonic()
-        sequence = self._scheduler.commit(key, handover.next_token, now)
+    def _commit(self, commit: Commit, handoff: float) -> None:
+        now, handover = time.monotonic(), commit.handover
+        sequence = self._scheduler.commit(commit.key, handover.next_token, now)
         assert sequence.times is not None, "set when the reservation was made"
         times = msgspec.structs.replace(
-            sequence.times, ship=handover.ship, handoff=handoff, transport=handover.transport
+            sequence.times, ship=commit.seconds, handoff=handoff, transport=commit.transport
         )
         # What crossed is counted once, with the first.
         sequence.times = msgspec.structs.replace(times, kv_blocks=handover.blocks, kv_bytes=handover.nbytes)

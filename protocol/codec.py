@@ -16,7 +16,8 @@ History of the wire:
   ``WorkerLoad.step_fixed`` and ``step_per_token``, ``WorkerProfile.step_tokens``.
 * 4 -- ``Prefill.traceparent``, ``Reserve.traceparent``, ``WorkerLoad.spans_exported`` and ``spans_dropped``;
   ``WorkerProfile.max_sequences``; ``WorkerLoad.step_mean_tokens``.
-* 5 -- ``Cancel.satisfied``.
+* 5 -- ``Cancel.satisfied``, ``WorkerProfile.link_rate``; ``Handover`` goes out with the last ship, no longer after its answer, so it has no ``ship``
+  and no ``transport`` any more: decode sees them itself.
 """
 
 from __future__ import annotations

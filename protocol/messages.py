@@ -66,6 +66,7 @@ class WorkerProfile(msgspec.Struct, frozen=True, kw_only=True):
         step_tokens: that a step of it takes at most; 0 where that is not told.
         prefills: whether it computes prompts beside its decode steps when it is sent a Prefill (decode only).
         max_sequences: that a step of it takes at most; 0 where that is not told.
+        link_rate: bytes per second that its network could carry from and to other hosts; 0 where that is not known.
     """
 
     role: Role
@@ -81,6 +82,7 @@ class WorkerProfile(msgspec.Struct, frozen=True, kw_only=True):
     step_tokens: Count = 0
     prefills: bool = False
     max_sequences: Count = 0
+    link_rate: Annotated[float, msgspec.Meta(ge=0.0, le=1e15)] = 0.0
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -292,6 +294,11 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):
         """The form in which the blocks shall cross."""
         return WireLayout(self.layout, self.wire_dtype)
 
+    @property
+    def nbytes(self) -> int:
+        """That the blocks come to as they cross."""
+        return len(self.blocks) * self.wire.block_bytes
+
 
 class Renew(msgspec.Struct, frozen=True, kw_only=True, tag="renew"):
     """A sign of life that keeps a lease, or an import, ``ttl`` seconds more.
@@ -318,15 +325,14 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
 
 
 class Handover(msgspec.Struct, frozen=True, kw_only=True, tag="handover"):
-    """Prefill to decode: every wanted block is written; go on from here.
+    """Prefill to decode: every wanted block is written, or in a ship under way; go on from here once all have landed.
 
     Attributes:
         num_tokens: tokens whose KV was computed (the whole prompt).
         next_token: the first token, drawn by prefill; its KV is decode's to compute.
-        blocks, nbytes: written under the grant; decode compares them with what landed.
+        blocks, nbytes: written under the grant, or about to be; decode compares them with what lands.
         ticket: of the grant that was answered.
-        ship, tail: seconds in the transport, and from the last chunk's end to this message.
-        transport: URI scheme that the blocks went by; "" when there were none to write.
+        tail: seconds from the last chunk's end to this message: none unless the grant came later.
         fork_tokens: the first token of each fork, in the order that they were asked for.
     """
 
@@ -336,9 +342,7 @@ class Handover(msgspec.Struct, frozen=True, kw_only=True, tag="handover"):
     blocks: Count
     nbytes: Count
     ticket: Ticket
-    ship: Seconds = 0.0
     tail: Seconds = 0.0
-    transport: Annotated[str, msgspec.Meta(max_length=32)] = ""
     fork_tokens: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_FORKS)] = ()
 
 
