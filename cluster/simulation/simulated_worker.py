@@ -101,6 +101,11 @@ class SimulatedWorker(ABC):
             max_sequences=site.profile.max_sequences if self.role == "decode" else 0,
         )
 
+    @property
+    def profile(self) -> WorkerProfile:
+        """What it tells of itself."""
+        return self._told
+
     @abstractmethod
     def load(self) -> WorkerLoad:
         """As the next heartbeat has it."""

@@ -36,17 +36,24 @@ class AdmissionMetrics:
 
     Args:
         registry: that they are exported by.
+
+    Attributes:
+        refusals: requests that were refused.
+        refused_prompt_tokens: of their prompts.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._waiting = _Waiting()
         registry.register(self._waiting)
         self._admitted = Counter("kvferry_admitted", "Requests let in, by class.", ("class",), registry=registry)
-        self._refused = Counter(
+        self.refusals = Counter(
             "kvferry_refused",
             "Requests that were answered with 429 for want of room or time, by class and reason.",
             ("class", "reason"),
             registry=registry,
+        )
+        self.refused_prompt_tokens = Counter(
+            "kvferry_refused_prompt_tokens", "Prompt tokens of those requests, by class.", ("class",), registry=registry
         )
         self._waits = Histogram(
             "kvferry_admission_wait_seconds",
@@ -71,9 +78,10 @@ class AdmissionMetrics:
         self._admitted.labels(slo).inc()
         self._waits.labels(slo).observe(waited)
 
-    def refused(self, slo: str, reason: str) -> None:
-        """Requests that start as one were refused."""
-        self._refused.labels(slo, reason).inc()
+    def refused(self, slo: str, reason: str, prompt: int) -> None:
+        """Requests that start as one were refused; ``prompt`` is its tokens."""
+        self.refusals.labels(slo, reason).inc()
+        self.refused_prompt_tokens.labels(slo).inc(prompt)
 
     def served(self, slo: SLOClass, ttft: float | None, tpot: float | None) -> None:
         """A request has finished; seconds, where there were any."""

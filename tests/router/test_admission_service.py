@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from scripted_workers import Fleet, ScriptedWorker, fleet_at, greedy, until, whole_text
@@ -14,6 +15,7 @@ from worker_facts import MODEL
 from protocol.errors import DeadlineExceeded, Overloaded, TargetOutOfReach
 from router.config import RouterConfig
 from router.front.generation import Generation
+from router.overview import ClusterOverview, Unserved
 from router.service import Service
 from router.slo.classes import SLOClass, SLOConfig
 
@@ -55,12 +57,17 @@ def counted(service: Service, name: str, **labels: str) -> float:
     return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
 
+def unserved(service: Service) -> Unserved:
+    return msgspec.convert(service.cluster(), ClusterOverview).unserved
+
+
 async def test_requests_wait_in_the_router_and_go_on_when_there_is_room() -> None:
     async with serving() as (service, _, prefill):
         reading = [asyncio.create_task(read(service, asked())) for _ in range(3)]
         await until(lambda: counted(service, "kvferry_admission_waiting", **{"class": "slow"}) == 3)
         assert prefill.opened == []
         assert service.cluster()["live_requests"] == 3
+        assert unserved(service) == Unserved(waiting=3, waiting_tokens=3 * len(PROMPT))
         prefill.load["waiting_tokens"] = IDLE
         assert await asyncio.gather(*reading) == [whole_text(PROMPT, 4)] * 3
         assert counted(service, "kvferry_admitted_total", **{"class": "slow"}) == 3
@@ -74,6 +81,7 @@ async def test_choices_of_one_prompt_wait_and_start_as_one() -> None:
             first = [asyncio.ensure_future(anext(source)) for source in sources]
             await asyncio.sleep(0)  # each is read from now on
             assert counted(service, "kvferry_admission_waiting") == 1
+            assert unserved(service) == Unserved(waiting=1, waiting_tokens=len(PROMPT))
             first[0].cancel()
             await asyncio.gather(first[0], return_exceptions=True)
             prefill.load["waiting_tokens"] = IDLE
@@ -105,6 +113,7 @@ async def test_who_would_be_too_late_is_refused_at_once_and_may_ask_why() -> Non
         with pytest.raises(TargetOutOfReach, match=r"predicted in 3.* wanted within 2 s \(class 'fast'\)") as refused:
             await read(service, asked("fast", name="mine"))
         assert 1.0 < refused.value.retry_after < 2.0
+        assert unserved(service) == Unserved(refused=1, refused_tokens=len(PROMPT))
         (told,) = service.explain("mine")
         assert told["admission"]["outcome"] == "target"
         assert told["admission"]["class"] == "fast"
@@ -122,6 +131,15 @@ async def test_who_would_be_too_late_is_refused_at_once_and_may_ask_why() -> Non
             "predicted_ttft_s": None,
         }
         assert counted(service, "kvferry_slo_targets_total", **{"class": "fast", "outcome": "kept"}) == 2
+
+
+async def test_who_has_until_a_deadline_asks_for_no_worker() -> None:
+    async with serving(SLOConfig(classes=(SLOClass(deadline=60.0),), backlog=1e-3)) as (service, _, prefill):
+        reading = asyncio.create_task(read(service, asked("")))
+        await until(lambda: counted(service, "kvferry_admission_waiting") == 1)
+        assert unserved(service) == Unserved()
+        prefill.load["waiting_tokens"] = IDLE
+        assert await reading == whole_text(PROMPT, 4)
 
 
 async def test_a_full_class_refuses_more() -> None:
