@@ -29,6 +29,7 @@ from cluster.ray_node import connect, log_tail, node_alive, start_node, stop_nod
 from cluster.signals import uninterrupted
 from cluster.state import ClusterState, NodeState, StateStore
 from cluster.supervisor import SUPERVISOR_NAME, SupervisorOrder, SupervisorReport, create_supervisor, remove_record
+from protocol.codec import SPOKEN
 from protocol.errors import ClusterError, ClusterNotFound, StartFailed
 
 POLL_SECONDS = 0.1
@@ -137,6 +138,7 @@ class _BringUp:
                 hub=f"tcp://{here}:{router.hub_port}",
                 model=config.model_name,
                 transport=config.transfer.transport,
+                wire=SPOKEN,
             )
             # All at once: a worker knows where the router will be, and its connection waits for it.
             nodes = {} if node.owned else spread_out(workers, machines_of(ray))

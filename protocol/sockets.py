@@ -14,15 +14,17 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from protocol.codec import MAX_FRAME_BYTES, decode, encode
+from protocol.codec import MAX_FRAME_BYTES, OLDEST, SPOKEN, VERSION, decode, encode
 from protocol.connections import RECONNECT_AFTER, Connections
 from protocol.curve import CurveKeys
-from protocol.errors import AuthenticationFailed, ConfigError, StartFailed
+from protocol.errors import AuthenticationFailed, ConfigError, MalformedFrame, StartFailed, VersionMismatch
 from protocol.ids import Peer
 from protocol.messages import Envelope, Message
 
 HIGH_WATER_MARK = 100_000
 """Frames queued for one peer before a send is refused; a peer that is that far behind is dead to us."""
+MAX_BEHIND = 4096
+"""Peers of an older version that a hub remembers; to one that it has forgotten it speaks its own."""
 COMES, GOES = zmq.Event.ACCEPTED, zmq.Event.DISCONNECTED
 """What a hub is told of its connections."""
 REFUSED = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_AUTH
@@ -54,6 +56,14 @@ def _close(socket: zmq.asyncio.Socket, news: zmq.asyncio.Socket | None) -> None:
         socket.monitor(None, 0)
         news.close(linger=0)
     socket.close(linger=0)
+
+
+def _common(envelope: Envelope) -> int:
+    """What its sender is to be answered in."""
+    common = SPOKEN.common(envelope.speaks)
+    if common is None:
+        raise MalformedFrame(f"a frame of {envelope.sender}, which says that it speaks wire version {envelope.speaks}")
+    return common
 
 
 def _queued(sent: object) -> None:
@@ -97,6 +107,7 @@ class Hub:
         # A peer that reconnects under its old identity takes it over from the dead connection.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         # What is there already is taken by this one: it costs a third of what it costs with a future for each frame.
+        self._behind: dict[bytes, int] = {}
         self._ready: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket.underlying)
         self._connections = Connections()
         self._news = _news(context, self._socket, COMES | GOES) if watched else None
@@ -123,12 +134,24 @@ class Hub:
                 identity, *_, frame = self._ready.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 identity, *_, frame = await self._socket.recv_multipart()
-            return identity, decode(frame)
+            return identity, self._heard(identity, frame)
         # Frames that know their connection cost some microseconds more each.
         sender, *_, last = await self._socket.recv_multipart(copy=False)
         identity = sender.bytes
         self.renewed = self._connections.named(int(last.get(zmq.SRCFD)), identity)
-        return identity, decode(last.bytes)
+        return identity, self._heard(identity, last.bytes)
+
+    def _heard(self, identity: bytes, frame: bytes) -> Envelope:
+        try:
+            envelope = decode(frame)
+        except VersionMismatch as error:
+            raise VersionMismatch(f"{identity.decode(errors='replace')}: {error.message}") from error
+        version = _common(envelope)
+        if self._behind.get(identity, VERSION) != version:
+            if len(self._behind) >= MAX_BEHIND:
+                del self._behind[next(iter(self._behind))]
+            self._behind[identity] = version
+        return envelope
 
     async def left(self) -> bytes:
         """The identity of the next peer whose connection has ended, as its process's death ends it.
@@ -146,10 +169,11 @@ class Hub:
                     return identity
 
     def send(self, identity: bytes, body: Message) -> bool:
-        """Queue ``body`` for a peer; False when it is gone or too far behind. Never blocks."""
+        """Queue ``body`` for a peer; False when it is gone, too far behind or of too old a version. Never blocks."""
         try:
-            _queued(self._socket.send_multipart((identity, encode(self.me, body)), flags=zmq.DONTWAIT))
-        except zmq.ZMQError:
+            frame = encode(self.me, body, self._behind.get(identity, VERSION))
+            _queued(self._socket.send_multipart((identity, frame), flags=zmq.DONTWAIT))
+        except (zmq.ZMQError, VersionMismatch):
             return False
         return True
 
@@ -182,6 +206,7 @@ class Spoke:
     ) -> None:
         self.me = me
         self.endpoint = endpoint
+        self._version = OLDEST
         self._socket: zmq.asyncio.Socket = context.socket(zmq.DEALER)
         _options(self._socket)
         # A half-open connection must be noticed, or a re-started peer on the same address stays unreachable. Only this
@@ -206,7 +231,9 @@ class Spoke:
         Raises:
             ProtocolError: a frame that does not decode.
         """
-        return decode(await self._socket.recv())
+        envelope = decode(await self._socket.recv())
+        self._version = _common(envelope)
+        return envelope
 
     async def connected(self) -> None:
         """Return when a connection has been made: the first, or one after the other was lost.
@@ -218,12 +245,14 @@ class Spoke:
         told = parse_monitor_message(await self._news.recv_multipart())
         if told["event"] & REFUSED:
             raise AuthenticationFailed(f"{self.endpoint} does not speak with us: it has another secret, or none")
+        # It may be another process now, of the release before.
+        self._version = OLDEST
 
     def send(self, body: Message) -> bool:
-        """Queue ``body``; False when the peer is too far behind. Never blocks."""
+        """Queue ``body``; False when the peer is too far behind, or of too old a version. Never blocks."""
         try:
-            _queued(self._socket.send(encode(self.me, body), flags=zmq.DONTWAIT))
-        except zmq.ZMQError:
+            _queued(self._socket.send(encode(self.me, body, self._version), flags=zmq.DONTWAIT))
+        except (zmq.ZMQError, VersionMismatch):
             return False
         return True
 
