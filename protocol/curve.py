@@ -47,7 +47,7 @@ class CurveKeys:
         """The keys of the cluster with that secret; None where there is none, and frames go in the clear."""
         return cls(_pair(secret, "hub"), _pair(secret, "spoke")) if secret else None
 
-    def guard(self, socket: zmq.asyncio.Socket) -> None:
+    def guard(self, socket: zmq.Socket[bytes]) -> None:
         """Let a socket that is to be bound hear nobody without the keys."""
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.hub.private)

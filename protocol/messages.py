@@ -227,10 +227,15 @@ class Reserve(msgspec.Struct, frozen=True, kw_only=True, tag="reserve"):
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
-    """Router to either leg: this attempt is over. Idempotent; may overtake the message that opens the attempt."""
+    """Router to either leg: this attempt is over. Idempotent; may overtake the message that opens the attempt.
+
+    Attributes:
+        satisfied: since the client has all that it wants, as after a stop string; nobody has given anything up.
+    """
 
     key: RequestKey
     reason: Text = ""
+    satisfied: bool = False
 
 
 class Tokens(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):

@@ -30,7 +30,7 @@ COMES, GOES = zmq.Event.ACCEPTED, zmq.Event.DISCONNECTED
 REFUSED = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_AUTH
 
 
-def _options(socket: zmq.asyncio.Socket) -> None:
+def _options(socket: zmq.Socket[bytes] | zmq.asyncio.Socket) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
@@ -40,7 +40,9 @@ def _options(socket: zmq.asyncio.Socket) -> None:
     socket.setsockopt(zmq.IPV6, 0)
 
 
-def _news(context: zmq.asyncio.Context, socket: zmq.asyncio.Socket, events: int) -> zmq.asyncio.Socket:
+def _news(
+    context: zmq.asyncio.Context, socket: zmq.Socket[bytes] | zmq.asyncio.Socket, events: int
+) -> zmq.asyncio.Socket:
     """Where libzmq tells of a socket's connections."""
     endpoint = f"inproc://connections-of-{int(socket.FD)}"
     news: zmq.asyncio.Socket = context.socket(zmq.PAIR)
@@ -51,7 +53,7 @@ def _news(context: zmq.asyncio.Context, socket: zmq.asyncio.Socket, events: int)
     return news
 
 
-def _close(socket: zmq.asyncio.Socket, news: zmq.asyncio.Socket | None) -> None:
+def _close(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, news: zmq.asyncio.Socket | None) -> None:
     if news is not None and not socket.closed:
         socket.monitor(None, 0)
         news.close(linger=0)
@@ -99,16 +101,17 @@ class Hub:
     ) -> None:
         self.me = me
         self.renewed = False
-        self._socket: zmq.asyncio.Socket = context.socket(zmq.ROUTER)
+        # No socket of zmq.asyncio: that makes a future, and asks libzmq for events several times, for each frame.
+        self._socket: zmq.Socket[bytes] = zmq.Context.shadow(context.underlying).socket(zmq.ROUTER)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiting: asyncio.Future[None] | None = None
         _options(self._socket)
         if keys is not None:
             keys.guard(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # A peer that reconnects under its old identity takes it over from the dead connection.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        # What is there already is taken by this one: it costs a third of what it costs with a future for each frame.
         self._behind: dict[bytes, int] = {}
-        self._ready: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket.underlying)
         self._connections = Connections()
         self._news = _news(context, self._socket, COMES | GOES) if watched else None
         try:
@@ -128,18 +131,20 @@ class Hub:
         Raises:
             ProtocolError: a frame that does not decode; the next call goes on with the next frame.
         """
-        if not self._connections.nameless:
-            self.renewed = False
+        self.renewed = False
+        while True:
             try:
-                identity, *_, frame = self._ready.recv_multipart(zmq.DONTWAIT)
+                if not self._connections.nameless:
+                    identity, *_, frame = self._socket.recv_multipart(zmq.DONTWAIT)
+                    return identity, self._heard(identity, frame)
+                # Frames that know their connection cost some microseconds more each.
+                sender, *_, last = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
-                identity, *_, frame = await self._socket.recv_multipart()
-            return identity, self._heard(identity, frame)
-        # Frames that know their connection cost some microseconds more each.
-        sender, *_, last = await self._socket.recv_multipart(copy=False)
-        identity = sender.bytes
-        self.renewed = self._connections.named(int(last.get(zmq.SRCFD)), identity)
-        return identity, self._heard(identity, last.bytes)
+                await self._something_came()
+                continue
+            identity = sender.bytes
+            self.renewed = self._connections.named(int(last.get(zmq.SRCFD)), identity)
+            return identity, self._heard(identity, last.bytes)
 
     def _heard(self, identity: bytes, frame: bytes) -> Envelope:
         try:
@@ -172,14 +177,36 @@ class Hub:
         """Queue ``body`` for a peer; False when it is gone, too far behind or of too old a version. Never blocks."""
         try:
             frame = encode(self.me, body, self._behind.get(identity, VERSION))
-            _queued(self._socket.send_multipart((identity, frame), flags=zmq.DONTWAIT))
+            self._socket.send_multipart((identity, frame), flags=zmq.DONTWAIT)
         except (zmq.ZMQError, VersionMismatch):
             return False
+        finally:
+            # Sending takes note of what has come, too, and then the descriptor tells of that no more.
+            if self._waiting is not None:
+                self._look()
         return True
 
     def close(self) -> None:
         """Close at once; what is queued is dropped."""
+        if self._loop is not None and not self._socket.closed and not self._loop.is_closed():
+            self._loop.remove_reader(self._socket.FD)
         _close(self._socket, self._news)
+
+    async def _something_came(self) -> None:
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._socket.FD, self._look)
+        self._waiting = self._loop.create_future()
+        try:
+            await self._waiting
+        finally:
+            self._waiting = None
+
+    def _look(self) -> None:
+        # Asked for its events, libzmq lets its descriptor be quiet until there is something new.
+        came = int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
+        if came and self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
 
 class Spoke:

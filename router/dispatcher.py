@@ -300,8 +300,8 @@ class Dispatcher:
                     self._workers_changed(self._registry.unreachable(peer), now)
                     for each in (live, *self._carried_by(message)):
                         self._advance(each, each.machine.worker_lost(peer, "it cannot be reached", now), now)
-            case SendCancel(peer, key, reason):
-                self._send_to(peer, Cancel(key=key, reason=reason))
+            case SendCancel(peer, key, reason, satisfied):
+                self._send_to(peer, Cancel(key=key, reason=reason, satisfied=satisfied))
             case Blame(peers, cause):
                 self._blame(peers, cause.message, now)
             case Retry(cause, attempt):

@@ -256,7 +256,7 @@ class RequestMachine:
             return []
         self._tracker.move(RequestEvent.COMPLETED)
         self.timeline.ended = now
-        return self._close_legs("the client has all it wants")
+        return self._close_legs("the client has all it wants", satisfied=True)
 
     def abandon(self, error: KVFerryError, now: float) -> list[Instruction]:
         """The service cannot go on with it."""
@@ -321,7 +321,7 @@ class RequestMachine:
         # Prefill ends with its one token, but only a decode leg that said itself that this is the end has ended.
         ended_itself = message.finish_reason is not None and (self._is_local or stage is not Stage.PREFILLED)
         if decode is not None and not ended_itself:
-            out.append(SendCancel(decode, self.key, "the request has ended"))
+            out.append(SendCancel(decode, self.key, "the request has ended", satisfied=True))
         self.placement = None
         return out
 
@@ -374,10 +374,10 @@ class RequestMachine:
         self._tracker.move(RequestEvent.FAILED)
         return [*self._close_legs(error.message), Fail(error)]
 
-    def _close_legs(self, reason: str) -> list[Instruction]:
+    def _close_legs(self, reason: str, *, satisfied: bool = False) -> list[Instruction]:
         # Both are told, even one that reported the end itself: a cancel is idempotent, a leg left open is a leak.
         legs = dict.fromkeys(peer for peer in self._legs() if peer is not None)
         self.placement = None
         self._early, self._early_until = [], math.inf
         self._place_at = self._wait_until = self._stalls_at = math.inf
-        return [SendCancel(peer, self.key, reason[:MAX_TEXT]) for peer in legs]
+        return [SendCancel(peer, self.key, reason[:MAX_TEXT], satisfied) for peer in legs]
