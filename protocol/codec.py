@@ -22,7 +22,7 @@ History of the wire:
   ``WorkerLoad.step_fixed`` and ``step_per_token``, ``WorkerProfile.step_tokens``.
 * 4 -- ``Prefill.traceparent``, ``Reserve.traceparent``, ``WorkerLoad.spans_exported`` and ``spans_dropped``;
   ``WorkerProfile.max_sequences``; ``WorkerLoad.step_mean_tokens``.
-* 5 -- ``Cancel.satisfied``; ``Envelope.speaks``: frames of version 4 are read and written as well.
+* 5 -- ``Cancel.satisfied``, ``WorkerProfile.link_rate``, ``Envelope.speaks``; frames of version 4 are spoken too.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ import hmac
 from dataclasses import dataclass, field
 
 import zmq
-import zmq.asyncio
 from zmq.utils import z85
 
 
@@ -52,7 +51,7 @@ class CurveKeys:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.hub.private)
 
-    def present(self, socket: zmq.asyncio.Socket) -> None:
+    def present(self, socket: zmq.Socket[bytes]) -> None:
         """Let a socket that is to be connected speak to nobody without the keys."""
         socket.setsockopt(zmq.CURVE_SERVERKEY, self.hub.public)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self.spoke.public)

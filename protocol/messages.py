@@ -67,6 +67,7 @@ class WorkerProfile(msgspec.Struct, frozen=True, kw_only=True):
         step_tokens: that a step of it takes at most; 0 where that is not told.
         prefills: whether it computes prompts beside its decode steps when it is sent a Prefill (decode only).
         max_sequences: that a step of it takes at most; 0 where that is not told.
+        link_rate: bytes per second that its network could carry from and to other hosts; 0 where that is not known.
     """
 
     role: Role
@@ -82,6 +83,7 @@ class WorkerProfile(msgspec.Struct, frozen=True, kw_only=True):
     step_tokens: Count = 0
     prefills: bool = False
     max_sequences: Count = 0
+    link_rate: Annotated[float, msgspec.Meta(ge=0.0, le=1e15)] = 0.0
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,9 +7,6 @@ to that.
 
 from __future__ import annotations
 
-import asyncio
-from typing import cast
-
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
@@ -19,6 +16,7 @@ from protocol.connections import RECONNECT_AFTER, Connections
 from protocol.curve import CurveKeys
 from protocol.errors import AuthenticationFailed, ConfigError, MalformedFrame, StartFailed, VersionMismatch
 from protocol.ids import Peer
+from protocol.loop_socket import LoopSocket
 from protocol.messages import Envelope, Message
 
 HIGH_WATER_MARK = 100_000
@@ -30,7 +28,7 @@ COMES, GOES = zmq.Event.ACCEPTED, zmq.Event.DISCONNECTED
 REFUSED = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_AUTH
 
 
-def _options(socket: zmq.Socket[bytes] | zmq.asyncio.Socket) -> None:
+def _options(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
@@ -40,9 +38,7 @@ def _options(socket: zmq.Socket[bytes] | zmq.asyncio.Socket) -> None:
     socket.setsockopt(zmq.IPV6, 0)
 
 
-def _news(
-    context: zmq.asyncio.Context, socket: zmq.Socket[bytes] | zmq.asyncio.Socket, events: int
-) -> zmq.asyncio.Socket:
+def _news(context: zmq.asyncio.Context, socket: zmq.Socket[bytes], events: int) -> zmq.asyncio.Socket:
     """Where libzmq tells of a socket's connections."""
     endpoint = f"inproc://connections-of-{int(socket.FD)}"
     news: zmq.asyncio.Socket = context.socket(zmq.PAIR)
@@ -53,11 +49,11 @@ def _news(
     return news
 
 
-def _close(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, news: zmq.asyncio.Socket | None) -> None:
-    if news is not None and not socket.closed:
-        socket.monitor(None, 0)
+def _close(socket: LoopSocket, news: zmq.asyncio.Socket | None) -> None:
+    if news is not None and not socket.raw.closed:
+        socket.raw.monitor(None, 0)
         news.close(linger=0)
-    socket.close(linger=0)
+    socket.close()
 
 
 def _common(envelope: Envelope) -> int:
@@ -66,11 +62,6 @@ def _common(envelope: Envelope) -> int:
     if common is None:
         raise MalformedFrame(f"a frame of {envelope.sender}, which says that it speaks wire version {envelope.speaks}")
     return common
-
-
-def _queued(sent: object) -> None:
-    # With DONTWAIT pyzmq completes the future before it returns it, so its result, or its error, is there now.
-    cast("asyncio.Future[object]", sent).result()
 
 
 class Hub:
@@ -101,21 +92,19 @@ class Hub:
     ) -> None:
         self.me = me
         self.renewed = False
-        # No socket of zmq.asyncio: that makes a future, and asks libzmq for events several times, for each frame.
-        self._socket: zmq.Socket[bytes] = zmq.Context.shadow(context.underlying).socket(zmq.ROUTER)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiting: asyncio.Future[None] | None = None
-        _options(self._socket)
+        self._socket = LoopSocket(context, zmq.ROUTER)
+        raw = self._socket.raw
+        _options(raw)
         if keys is not None:
-            keys.guard(self._socket)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            keys.guard(raw)
+        raw.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # A peer that reconnects under its old identity takes it over from the dead connection.
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        raw.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._behind: dict[bytes, int] = {}
         self._connections = Connections()
-        self._news = _news(context, self._socket, COMES | GOES) if watched else None
+        self._news = _news(context, raw, COMES | GOES) if watched else None
         try:
-            self._socket.bind(bind)
+            raw.bind(bind)
         except zmq.ZMQError as error:
             self.close()
             raise StartFailed(f"{me.name} cannot bind {bind}: {error}") from error
@@ -123,7 +112,7 @@ class Hub:
     @property
     def endpoint(self) -> str:
         """The bound address, with the port that was really taken."""
-        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        return self._socket.raw.getsockopt_string(zmq.LAST_ENDPOINT)
 
     async def receive(self) -> tuple[bytes, Envelope]:
         """The next ``(identity, envelope)``.
@@ -133,18 +122,17 @@ class Hub:
         """
         self.renewed = False
         while True:
-            try:
-                if not self._connections.nameless:
-                    identity, *_, frame = self._socket.recv_multipart(zmq.DONTWAIT)
-                    return identity, self._heard(identity, frame)
-                # Frames that know their connection cost some microseconds more each.
-                sender, *_, last = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
-            except zmq.Again:
-                await self._something_came()
-                continue
-            identity = sender.bytes
-            self.renewed = self._connections.named(int(last.get(zmq.SRCFD)), identity)
-            return identity, self._heard(identity, last.bytes)
+            if not self._connections.nameless:
+                parts = self._socket.take()
+                if parts is not None:
+                    return parts[0], self._heard(parts[0], parts[-1])
+            else:
+                frames = self._socket.take_frames()
+                if frames is not None:
+                    identity, last = frames[0].bytes, frames[-1]
+                    self.renewed = self._connections.named(int(last.get(zmq.SRCFD)), identity)
+                    return identity, self._heard(identity, last.bytes)
+            await self._socket.came()
 
     def _heard(self, identity: bytes, frame: bytes) -> Envelope:
         try:
@@ -177,36 +165,13 @@ class Hub:
         """Queue ``body`` for a peer; False when it is gone, too far behind or of too old a version. Never blocks."""
         try:
             frame = encode(self.me, body, self._behind.get(identity, VERSION))
-            self._socket.send_multipart((identity, frame), flags=zmq.DONTWAIT)
-        except (zmq.ZMQError, VersionMismatch):
+        except VersionMismatch:
             return False
-        finally:
-            # Sending takes note of what has come, too, and then the descriptor tells of that no more.
-            if self._waiting is not None:
-                self._look()
-        return True
+        return self._socket.give((identity, frame))
 
     def close(self) -> None:
         """Close at once; what is queued is dropped."""
-        if self._loop is not None and not self._socket.closed and not self._loop.is_closed():
-            self._loop.remove_reader(self._socket.FD)
         _close(self._socket, self._news)
-
-    async def _something_came(self) -> None:
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
-            self._loop.add_reader(self._socket.FD, self._look)
-        self._waiting = self._loop.create_future()
-        try:
-            await self._waiting
-        finally:
-            self._waiting = None
-
-    def _look(self) -> None:
-        # Asked for its events, libzmq lets its descriptor be quiet until there is something new.
-        came = int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
-        if came and self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
 
 
 class Spoke:
@@ -234,20 +199,21 @@ class Spoke:
         self.me = me
         self.endpoint = endpoint
         self._version = OLDEST
-        self._socket: zmq.asyncio.Socket = context.socket(zmq.DEALER)
-        _options(self._socket)
+        self._socket = LoopSocket(context, zmq.DEALER)
+        raw = self._socket.raw
+        _options(raw)
         # A half-open connection must be noticed, or a re-started peer on the same address stays unreachable. Only this
         # side asks; the hub closes a connection that has not asked for so long. A hub that asked too would end its
         # process: libzmq asserts when the time comes to ask a peer that left while its queue here was full.
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
-        self._socket.setsockopt(zmq.HEARTBEAT_TTL, 5000)
-        self._socket.setsockopt(zmq.IDENTITY, str(me).encode())
+        raw.setsockopt(zmq.HEARTBEAT_IVL, 1000)
+        raw.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
+        raw.setsockopt(zmq.HEARTBEAT_TTL, 5000)
+        raw.setsockopt(zmq.IDENTITY, str(me).encode())
         if keys is not None:
-            keys.present(self._socket)
-        self._news = _news(context, self._socket, zmq.Event.HANDSHAKE_SUCCEEDED | REFUSED) if watched else None
+            keys.present(raw)
+        self._news = _news(context, raw, zmq.Event.HANDSHAKE_SUCCEEDED | REFUSED) if watched else None
         try:
-            self._socket.connect(endpoint)
+            raw.connect(endpoint)
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(f"endpoint must be an address, got {endpoint!r}: {error}", field="endpoint") from error
@@ -258,7 +224,9 @@ class Spoke:
         Raises:
             ProtocolError: a frame that does not decode.
         """
-        envelope = decode(await self._socket.recv())
+        while (parts := self._socket.take()) is None:
+            await self._socket.came()
+        envelope = decode(parts[-1])
         self._version = _common(envelope)
         return envelope
 
@@ -278,10 +246,10 @@ class Spoke:
     def send(self, body: Message) -> bool:
         """Queue ``body``; False when the peer is too far behind, or of too old a version. Never blocks."""
         try:
-            _queued(self._socket.send(encode(self.me, body, self._version), flags=zmq.DONTWAIT))
-        except (zmq.ZMQError, VersionMismatch):
+            frame = encode(self.me, body, self._version)
+        except VersionMismatch:
             return False
-        return True
+        return self._socket.give((frame,))
 
     def close(self) -> None:
         """Close at once; what is queued is dropped."""

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from protocol.ids import Peer, Role
-from router.account import Account, beyond_noise, bounded
+from router.account import Account, beyond_noise
+from router.links import Links
 from router.pairing import kind, unpaired
 from router.recent_work import RecentWork
 from router.registry import Worker
+from router.role_correction import RoleCorrection
 from router.role_pace import ASSUMED, RolePace
 
 Floats = NDArray[np.float64]
@@ -31,10 +33,6 @@ STEP_TOKENS = 512
 """Tokens that a step is taken to have room for where a worker does not tell."""
 SHORTEST = 1e-9
 """Seconds that a token takes at least."""
-COMMON_GAIN = 0.1
-"""Weight of each measured time in the correction of a role."""
-LINK = 1e9
-"""Bytes per second that are assumed where no block has crossed yet."""
 _COLUMNS = (
     "ahead",
     "sequences",
@@ -49,8 +47,6 @@ _COLUMNS = (
     "beside",
     "room",
     "block_size",
-    "crossing",
-    "link_until",
     "joined",
     "waiting",
     "slots",
@@ -78,8 +74,6 @@ class Fleet:
         beside: seconds of a prompt's token in a step that decodes: as prefill workers tell of theirs.
         room: tokens of the blocks that could be given out.
         block_size: of the layout.
-        crossing: seconds that a token's blocks take over its link.
-        link_until: when its link has carried all that this router has sent over it, as that was predicted.
         joined: when this incarnation was first seen; long ago for those that came with the first.
         common: by role, and of prompts that decode workers compute, what measured times come to, by the predicted ones.
         waiting: prompt tokens that the last heartbeat had.
@@ -91,6 +85,7 @@ class Fleet:
         seeds: of draws, by the workers' names.
         newest: the last time at which one joined.
         recent: prompts that prefill workers were sent lately.
+        links: between workers.
     """
 
     ahead: Floats
@@ -106,8 +101,6 @@ class Fleet:
     beside: Floats
     room: Floats
     block_size: Floats
-    crossing: Floats
-    link_until: Floats
     joined: Floats
     waiting: Floats
     slots: Floats
@@ -122,6 +115,7 @@ class Fleet:
         self._begun: float | None = None
         self.newest = -np.inf
         self.recent = RecentWork(FIRST_ROWS)
+        self.links = Links(FIRST_ROWS)
         self.workers: list[Worker | None] = []
         self._accounts: list[Account] = []
         self._rows: dict[str, int] = {}
@@ -132,7 +126,7 @@ class Fleet:
         # Rows that are free are reckoned with like all others, to no effect: 1 divides by nothing wrong.
         for name in _COLUMNS:
             setattr(self, name, np.ones(FIRST_ROWS))
-        self.common: dict[Work, float] = {"prefill": 1.0, "decode": 1.0, "local": 1.0}
+        self.common: dict[Work, RoleCorrection] = {work: RoleCorrection() for work in get_args(Work)}
         self._paces: dict[Role, RolePace] = {role: RolePace(line) for role, line in ASSUMED.items()}
         self._able: dict[str, Rows] = {}
         self._sizes: dict[int, int] | None = None
@@ -233,10 +227,6 @@ class Fleet:
             self.recent.add(row, tokens * float(self.pace[row]), now)
         self._write_prompts(row)
 
-    def send_blocks(self, row: int, seconds: float, now: float) -> None:
-        """Blocks will cross the link of a worker, for so long."""
-        self.link_until[row] = max(self.link_until[row], now) + seconds
-
     def claim(self, row: int, tokens: float) -> None:
         """What this router has just sent there will take room for so many tokens."""
         self.claimed[row] += tokens
@@ -260,7 +250,7 @@ class Fleet:
             self._accounts[row].own_sequences -= 1
             self._write_sequences(row)
 
-    def correct(self, peer: Peer, work: Work, ratio: float) -> None:
+    def correct(self, peer: Peer, work: Work, ratio: float, now: float) -> None:
         """What was predicted of a worker took ``ratio`` times as long.
 
         Most of that is its whole role's: load that came after the prediction, or steps that all take for longer than
@@ -269,7 +259,7 @@ class Fleet:
         row = self.find(peer)
         if row is None:
             return
-        self.common[work] = bounded(self.common[work] * ratio**COMMON_GAIN)
+        self.common[work].correct(ratio, now)
         if work != "local":  # a decode worker's own is that of its other steps
             self._accounts[row].correct(ratio)
             self._write(row)
@@ -288,6 +278,7 @@ class Fleet:
             self.decode = np.concatenate((self.decode, nobody))
             self.prefills = np.concatenate((self.prefills, nobody))
             self.recent.grow(len(self))
+            self.links.grow(len(self))
         self._rows[name] = row
         self.seeds[row] = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
         return row
@@ -301,7 +292,7 @@ class Fleet:
             self.newest = max(self.newest, self.joined[row])
             self._accounts[row] = Account(faded=now)
             self.recent.forget(row)
-            self.link_until[row] = now
+            self.links.forget(row, now)
         self.workers[row] = worker
         account, heard = self._accounts[row], before is None or before.load is not load
         able = worker.accepts_work and profile.model == self._model
@@ -309,6 +300,7 @@ class Fleet:
         # Most heartbeats bring a profile that is the same, but another object.
         if moved or before is None or (before.profile is not profile and before.profile != profile):
             self._changed()
+            self.links.know(row, profile)
         if moved and before is not None:
             account.come_back(load.steps)
         self.prefill[row] = able and profile.role == "prefill"
@@ -320,12 +312,12 @@ class Fleet:
         self.slots[row] = profile.max_sequences or np.inf
         self.empty[row] = load.empty_slots
         self.paced[row] = bool(load.step_fixed or load.step_per_token)
-        link = load.kv_bytes / load.kv_seconds if load.kv_seconds > 0 and load.kv_bytes else LINK
-        self.crossing[row] = profile.layout.block_bytes / size / link
         if heard:
+            last = None if before is None or before.peer != worker.peer else before
             self.waiting[row], self.claimed[row] = load.waiting_tokens, 0.0
             account.hear(load.waiting_tokens, load.running + load.waiting, now)
-            self._measure(account, worker, None if before is None or before.peer != worker.peer else before, now)
+            self.links.hear(row, None if last is None else last.load, load, now)
+            self._measure(account, worker, last, now)
         self._write(row)
 
     def _changed(self) -> None:

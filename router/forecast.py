@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from router.fleet import Fleet, Floats
+from router.fleet import Fleet, Floats, Rows
 
 SLOWEST = 0.1
 """Share of its speed that a worker which has just joined is trusted with; the rest comes with time."""
@@ -30,13 +30,13 @@ class Forecast:
         ttft: to the first token.
         compute: part of that in which this prompt is computed, and its blocks cross.
         missing: tokens whose KV would have to cross.
-        crossing: of their bytes over its link.
-        transfer: until they have crossed, what is ahead of them on that link included.
+        transfer: until they have crossed its own link, what is ahead of them there included.
         running: sequences that are there or on their way.
         tpot: per output token.
         wait: for room.
         speed: share of its speed that a worker is trusted with; for who chooses, it is no part of the times.
         settled: whether that is all of it for each.
+        now: when this is predicted.
     """
 
     queue: Floats
@@ -44,13 +44,13 @@ class Forecast:
     ttft: Floats
     compute: Floats
     missing: Floats
-    crossing: Floats
     transfer: Floats
     running: Floats
     tpot: Floats
     wait: Floats
     speed: Floats
     settled: bool
+    now: float
 
 
 def forecast(fleet: Fleet, length: int, cached: Floats, now: float, slow_start: float) -> Forecast:
@@ -61,7 +61,6 @@ def forecast(fleet: Fleet, length: int, cached: Floats, now: float, slow_start: 
     if not missing.all():
         uncached = np.where(missing > 0.0, missing, np.minimum(fleet.block_size, length))
     compute = uncached * fleet.pace
-    crossing = missing * fleet.crossing
     left = fleet.backlog - np.minimum(now - fleet.since, fleet.head)
     speed = np.ones(len(fleet))
     settled = now - fleet.newest >= slow_start
@@ -72,17 +71,61 @@ def forecast(fleet: Fleet, length: int, cached: Floats, now: float, slow_start: 
         queue=fleet.ahead.copy(),
         uncached=uncached,
         # A step that is not full takes its fixed part all the same.
-        ttft=(left + compute + fleet.fixed) * fleet.correction * fleet.common["prefill"],
+        ttft=(left + compute + fleet.fixed) * fleet.correction * fleet.common["prefill"].at(now),
         compute=compute,
         missing=missing,
-        crossing=crossing,
-        transfer=crossing + np.maximum(fleet.link_until - now, 0.0),
+        transfer=missing * fleet.links.token_bytes * fleet.links.pace + np.maximum(fleet.links.until - now, 0.0),
         running=fleet.sequences.copy(),
-        tpot=fleet.step * fleet.correction * fleet.common["decode"],
+        tpot=fleet.step * fleet.correction * fleet.common["decode"].at(now),
         wait=np.where(fleet.room < missing, ROOM_WAIT, 0.0),
         speed=speed,
         settled=settled,
+        now=now,
     )
+
+
+def lateness(fleet: Fleet, told: Forecast, rows: Rows, partners: Rows) -> Floats | None:
+    """Seconds by which a prompt's last block comes to a decode worker after the prompt is computed.
+
+    Args:
+        fleet: of the workers.
+        told: of the prompt.
+        rows: of prefill workers.
+        partners: of decode workers; a row each of what is returned. None where nothing is late for certain.
+    """
+    links = fleet.links
+    ahead = np.maximum(np.maximum(links.until[partners][:, None], links.until[rows]) - told.now, 0.0)
+    computes = told.compute[rows]
+    if links.most(partners, told.missing, told.now) + float(ahead.max()) <= float(computes.min()):
+        return None
+    alone = (told.missing * links.token_bytes)[partners][:, None] * links.paces(partners, rows, told.now)
+    # Blocks go while they are computed, and the links get on while the prompt waits.
+    late: Floats = np.maximum(np.maximum(alone - computes, ahead + alone - told.ttft[rows]), 0.0)
+    return late
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """What the blocks of a prompt take from one prefill worker to one decode worker; in seconds.
+
+    Attributes:
+        alone: of their bytes over the links of both.
+        ahead: until these have carried what was sent before.
+        late: by which the last of them comes after the prompt is computed.
+    """
+
+    alone: float
+    ahead: float
+    late: float
+
+
+def crossing(fleet: Fleet, told: Forecast, row: int, partner: int) -> Crossing:
+    """From the prefill worker ``row`` to the decode worker ``partner``."""
+    links = fleet.links
+    alone = float(told.missing[partner] * links.token_bytes[partner]) * links.pair(row, partner, told.now)
+    ahead = links.ahead(row, partner, told.now)
+    late = max(alone - float(told.compute[row]), ahead + alone - float(told.ttft[row]), 0.0)
+    return Crossing(alone, ahead, late)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +146,6 @@ def forecast_local(fleet: Fleet, told: Forecast) -> LocalForecast:
     tokens = told.queue + told.uncached
     steps = np.ceil(tokens / fleet.step_tokens)
     return LocalForecast(
-        ttft=(tokens * fleet.beside + steps * fleet.step) * fleet.common["local"],
+        ttft=(tokens * fleet.beside + steps * fleet.step) * fleet.common["local"].at(told.now),
         beside=told.running * told.uncached * fleet.beside,
     )

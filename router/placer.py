@@ -15,7 +15,7 @@ from protocol.kv_events import KVEvents, KVFollow, KVSnapshot
 from router.block_index import BlockIndex
 from router.explanations import DECODE_FIELDS, PREFILL_FIELDS, Candidates, Decision, Explanations
 from router.fleet import Fleet, Floats, Work
-from router.forecast import forecast, forecast_local
+from router.forecast import crossing, forecast, forecast_local
 from router.kv_feed import KVFeeds
 from router.local_prefill import LocalPrefillRule, decide, prompt_rows
 from router.policy import Choice, Demand, Placement, Snapshot
@@ -120,9 +120,11 @@ class Placer:
                 )
         prefill, decode = fleet.workers[choice.prefill], None
         assert prefill is not None, "it takes work"
-        names, decode_candidates = fleet.names, None
+        names, decode_candidates, blocks = fleet.names, None, None
         if choice.decode is not None and choice.decode_candidates is not None:
             decode = fleet.workers[choice.decode]
+            if choice.decode != choice.prefill:
+                blocks = crossing(fleet, told, choice.prefill, choice.decode)
             judged_by = (
                 told.running,
                 told.missing,
@@ -148,7 +150,7 @@ class Placer:
             decode=None if decode is None else decode.peer,
             predicted_ttft=float(ttft[choice.prefill]),
             predicted_tpot=None if choice.decode is None else float(told.tpot[choice.decode]),
-            predicted_transfer=None if choice.decode is None else float(told.transfer[choice.decode]),
+            predicted_transfer=None if blocks is None else blocks.ahead + blocks.alone,
             prefill_candidates=Candidates(names, choice.prefill_candidates, PREFILL_FIELDS, columns),
             decode_candidates=decode_candidates,
             charged_tokens=uncached,
@@ -158,8 +160,8 @@ class Placer:
         fleet.send_prompt(choice.prefill, uncached, prompt.length, now)
         if choice.decode is not None:
             fleet.send_sequences(choice.decode, demand.sequences)
-            if choice.decode != choice.prefill:
-                fleet.send_blocks(choice.decode, float(told.crossing[choice.decode]), now)
+            if blocks is not None:
+                fleet.links.send(choice.prefill, choice.decode, blocks.alone, now)
             fleet.claim(choice.decode, demand.reserve)
         return Placement(prefill, decode, choice.local), decision
 
@@ -172,16 +174,30 @@ class Placer:
             return None
         decision.measured_ttft = now - decision.at
         work: Work = "local" if decision.local_prefill else "prefill"
-        self._correct(decision.prefill, work, decision.predicted_ttft, decision.measured_ttft)
+        self._correct(decision.prefill, work, decision.predicted_ttft, decision.measured_ttft, now)
         self._prompt_over(decision, now, computed=True)
         return abs(decision.measured_ttft - decision.predicted_ttft)
 
-    def ended(self, decision: Decision, tokens: int, seconds: float) -> None:
-        """A sequence of an attempt has ended, ``seconds`` after its first of ``tokens`` tokens."""
-        if tokens < LEAST_TOKENS or decision.decode is None or decision.predicted_tpot is None:
+    def taken_over(self, decision: Decision, nbytes: int, seconds: float, now: float) -> None:
+        """Decode's first token of an attempt came, whose blocks have taken so long to cross."""
+        if decision.taken_over is not None or decision.decode is None:
             return
-        decision.measured_tpot = seconds / (tokens - 1)
-        self._correct(decision.decode, "decode", decision.predicted_tpot, decision.measured_tpot)
+        decision.taken_over = now
+        here, there = self._fleet.find(decision.prefill), self._fleet.find(decision.decode)
+        if nbytes and seconds > 0.0 and here is not None and there is not None:
+            self._fleet.links.crossed(here, there, nbytes, seconds, now)
+
+    def ended(self, decision: Decision, tokens: int, now: float) -> None:
+        """A sequence of an attempt has ended, and all attempts of it gave so many tokens.
+
+        What passes until decode takes over is a wait for blocks, and says nothing of its steps; nor does one attempt
+        of several, since which tokens were its own is not told here.
+        """
+        began, predicted = decision.taken_over, decision.predicted_tpot
+        if tokens < LEAST_TOKENS or decision.attempt or decision.decode is None or began is None or predicted is None:
+            return
+        decision.measured_tpot = (now - began) / (tokens - 2)
+        self._correct(decision.decode, "decode", predicted, decision.measured_tpot, now)
 
     def release(self, decision: Decision, now: float, *, computed: bool) -> None:
         """A sequence of an attempt is over, however it ended: it is ahead of nobody any more; once for each.
@@ -201,9 +217,9 @@ class Placer:
             self._fleet.prompt_over(decision.prefill, tokens, prompt, now, computed=computed)
             decision.charged_tokens, decision.charged_prompt = 0.0, 0
 
-    def _correct(self, peer: Peer, work: Work, predicted: float, measured: float) -> None:
+    def _correct(self, peer: Peer, work: Work, predicted: float, measured: float, now: float) -> None:
         if predicted > 0 and measured > 0:
-            self._fleet.correct(peer, work, measured / predicted)
+            self._fleet.correct(peer, work, measured / predicted, now)
 
     def _see(self, now: float) -> None:
         if self._seen == self._registry.version:

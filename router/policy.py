@@ -15,7 +15,7 @@ import numpy as np
 from protocol.errors import NoWorkerAvailable
 from protocol.ids import Peer
 from router.fleet import Bools, Fleet, Floats, Rows
-from router.forecast import HORIZON, Forecast
+from router.forecast import HORIZON, Forecast, lateness
 from router.pairing import unpaired
 from router.registry import Worker
 
@@ -246,12 +246,11 @@ def place(policy: str, snapshot: Snapshot, demand: Demand) -> Choice:
         rows = _cheapest(prefill, fleet.able("prefill"), bound)
         partners = _cheapest(decode, fleet.able("decode"), bound)
         if ranking.in_seconds:
-            told = snapshot.forecast
             here, there = prefill[rows], decode[partners]
             pairs = there[:, None] + here
-            transfer, compute = told.transfer[partners], told.compute[rows]
-            if transfer.max() > compute.min():
-                pairs += np.maximum(transfer[:, None] - compute, 0.0)
+            late = lateness(fleet, snapshot.forecast, rows, partners)
+            if late is not None:
+                pairs += late
             slack = ranking.tolerance * min(float(here.min()), float(there.min()))
         else:
             # Costs of different kinds: the prefill worker's counts first.

@@ -137,7 +137,7 @@ class RequestMachine:
         return [self._need_placement()]
 
     def placed(self, placement: Placement, now: float) -> list[Instruction]:
-        """Workers were chosen: open both legs, decode's first, for its grant is what prefill waits for."""
+        """Workers were chosen: open both legs, prefill's first, for its token is what the client waits for."""
         self._tracker.move(RequestEvent.PLACED)
         self._wait_until = math.inf
         self.placement = placement
@@ -149,7 +149,7 @@ class RequestMachine:
         line.local_prefill = placement.local
         token_ids = self.token_ids
         senior = seniority(now - line.submitted, generation.priority, self._limits.priority_aging)
-        opened: list[Instruction] = []
+        reserved: list[Instruction] = []
         if decode is not None and not placement.local:
             reserve = Reserve(
                 key=self.key,
@@ -162,7 +162,7 @@ class RequestMachine:
                 seniority=senior,
                 prefill_rate=prefill.prefill_rate,
             )
-            opened.append(SendReserve(decode.peer, reserve))
+            reserved.append(SendReserve(decode.peer, reserve))
         message = Prefill(
             key=self.key,
             token_ids=token_ids,
@@ -175,7 +175,7 @@ class RequestMachine:
             prompt_logprobs_from=self._record.next,
             seniority=senior,
         )
-        return [*opened, SendPrefill(prefill.peer, message)]
+        return [SendPrefill(prefill.peer, message), *reserved]
 
     def unplaced(self, error: NoWorkerAvailable, now: float) -> list[Instruction]:
         """There is no worker: wait for one to join, or fail."""

@@ -21,7 +21,7 @@ from protocol.curve import CurveKeys
 from protocol.errors import NoWorkerAvailable, ProtocolError, StartFailed
 from protocol.ids import Peer
 from protocol.loops import Loops
-from protocol.messages import Message
+from protocol.messages import Message, Tokens
 from protocol.sockets import Hub
 from router.breaker import BreakerLimits, Breakers
 from router.config import RouterConfig
@@ -297,6 +297,9 @@ class Service:
                     self._complain(
                         f"{envelope.sender} sent a {type(envelope.body).__name__}, which is not for a router"
                     )
+                if isinstance(envelope.body, Tokens) and envelope.body.times is not None:
+                    # A leg's first: who waits for it has it before more is taken in.
+                    break
 
     async def _losses(self, hub: Hub) -> None:
         while True:

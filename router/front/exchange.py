@@ -15,6 +15,7 @@ from typing import Any
 from protocol.errors import PayloadTooLarge, RequestCancelled
 from protocol.ids import new_request_id
 from router.front.keys import Holder
+from router.front.within import Within
 
 Scope = MutableMapping[str, Any]
 AsgiMessage = MutableMapping[str, Any]
@@ -159,7 +160,6 @@ class Exchange:
 
     async def _emit(self, message: AsgiMessage) -> None:
         try:
-            async with asyncio.timeout(self._send_timeout):
-                await self._send(message)
+            await Within(self._send(message), self._send_timeout)
         except (OSError, TimeoutError) as error:
             raise RequestCancelled("the client takes no more of the answer") from error

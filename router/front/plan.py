@@ -155,11 +155,11 @@ class Planner:
         if isinstance(prompt, str):
             yield self._encode(prompt, "prompt")
             return
-        tokens = tuple(entry for entry in prompt if isinstance(entry, int))
-        if tokens and len(tokens) == len(prompt):
-            yield self._check(tokens, "prompt")
+        kinds = set(map(type, prompt))
+        if kinds == {int}:
+            yield self._check(tuple(prompt), "prompt")  # type: ignore[arg-type]
             return
-        if tokens:
+        if int in kinds:
             raise InvalidRequest(f"prompt mixes token ids and other things: {shown(prompt)}", field="prompt")
         if not 1 <= len(prompt) <= self._config.max_batch:
             raise InvalidRequest(
