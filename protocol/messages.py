@@ -30,6 +30,7 @@ from protocol.prompt_logprobs import PromptLogprobs
 from protocol.sampling import MAX_LOGPROBS, FinishReason, SamplingParams, TokenId, TokenLogprobs
 from protocol.stage_times import Seconds, StageTimes
 from protocol.transfer_counts import TransferCounts
+from protocol.versions import UNTOLD, Versions
 from protocol.wire_layout import WireDtype, WireLayout
 
 MAX_TOKENS = 1 << 20
@@ -359,10 +360,11 @@ Message = _Routed | Grant | Renew | Settle | Abort | Handover | Refuse
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """Who sent it, and what."""
+    """Who sent it, and what, and which versions of the wire the sender speaks."""
 
     sender: Peer
     body: Message
+    speaks: Versions = UNTOLD
 
 
 __all__ = [
