@@ -3,8 +3,9 @@
 A release speaks its own version and the one before, so that workers can be replaced one by one by those of the next
 release. Nobody has to ask which a peer speaks: whoever connects begins with the older of its two, each frame says what
 else its sender could be spoken to in, and from the answer on both use the highest that both know. So from one version
-to the next fields are only added, at the end and with a default, and what else is new (a kind of message, a value of a
-``Literal``) is not sent to a peer of the older one: kinds stand in :data:`SINCE` for that.
+to the next fields are only added, at the end and with a default, or taken away where they had one; and what else is new
+(a kind of message, a value of a ``Literal``) is not sent to a peer of the older one: kinds stand in :data:`SINCE` for
+that.
 
 History of the wire:
 
@@ -23,6 +24,8 @@ History of the wire:
 * 4 -- ``Prefill.traceparent``, ``Reserve.traceparent``, ``WorkerLoad.spans_exported`` and ``spans_dropped``;
   ``WorkerProfile.max_sequences``; ``WorkerLoad.step_mean_tokens``.
 * 5 -- ``Cancel.satisfied``, ``WorkerProfile.link_rate``, ``Envelope.speaks``; frames of version 4 are spoken too.
+  ``Handover`` goes out with the last ship, no longer after its answer, so it has no ``ship`` and no ``transport`` any
+  more: decode sees them itself.
 """
 
 from __future__ import annotations
