@@ -71,31 +71,36 @@ class BlockIndex:
             # Two sets may be equal from now on: only one of them will be given to further blocks.
             self._numbers.setdefault(left, number)
 
-    def depths(self, pieces: Iterable[Array], among: int, rows: int) -> NDArray[np.int64]:
-        """How many of a prompt's first blocks each worker has, without a gap.
+    def depths(self, pieces: Iterable[Array], among: int) -> list[tuple[int, int]]:
+        """How many of a prompt's first blocks workers have, without a gap.
 
         Args:
             pieces: the keys of its blocks, in order, in parts; no further part is asked for than is looked at.
             among: bits of the rows that matter.
-            rows: length of the answer, by row.
+
+        Returns:
+            Bits of rows, and how many blocks these have; of those that are in none it is none.
         """
-        out = np.zeros(rows, dtype=np.int64)
-        staying, depth, last = among, 0, -1
+        found: list[tuple[int, int]] = []
+        members, staying, depth, last = self._members, among, 0, -1
         for keys in pieces:
-            for number in self._table.find(keys).tolist():
+            numbers = self._table.lead(keys)
+            for number in numbers:
                 if number != last:
                     last = number
-                    still = staying & self._members[number]
+                    still = staying & members[number]
                     if still != staying:
                         if depth:
-                            _mark(out, staying ^ still, depth)
+                            found.append((staying ^ still, depth))
                         staying = still
                         if not staying:
-                            return out
+                            return found
                 depth += 1
+            if len(numbers) < len(keys):
+                break
         if depth:
-            _mark(out, staying, depth)
-        return out
+            found.append((staying, depth))
+        return found
 
     def _change(self, keys: Array, bit: int, *, stored: bool) -> None:
         keys = np.unique(np.maximum(keys, 1))
@@ -151,12 +156,21 @@ class BlockIndex:
         return kept[which] if kinds.size else np.zeros(0, dtype=bool)
 
 
-def _mark(out: NDArray[np.int64], bits: int, depth: int) -> None:
-    if bits.bit_count() > FEW:
-        packed = np.frombuffer(bits.to_bytes(-(-len(out) // 8), "little"), dtype=np.uint8)
-        out[np.unpackbits(packed, count=len(out), bitorder="little").astype(bool)] = depth
-        return
+def rows_of(bits: int) -> list[int]:
+    """The rows whose bits are set, in order."""
+    rows = []
     while bits:
         low = bits & -bits
-        out[low.bit_length() - 1] = depth
+        rows.append(low.bit_length() - 1)
         bits ^= low
+    return rows
+
+
+def mark(out: NDArray[np.float64], bits: int, value: float) -> None:
+    """Put a value down for the rows whose bits are set."""
+    if bits.bit_count() <= FEW:
+        for row in rows_of(bits):
+            out[row] = value
+        return
+    packed = np.frombuffer(bits.to_bytes(-(-len(out) // 8), "little"), dtype=np.uint8)
+    out[np.unpackbits(packed, count=len(out), bitorder="little").astype(bool)] = value

@@ -29,6 +29,9 @@ DENSE = 0.55
 GROWTH = 1.4
 MIX = np.uint64(0x9E3779B97F4A7C15)
 """Spreads keys over the buckets however they are chosen; a product keeps its low 64 bits."""
+LOW = (1 << 64) - 1
+HALF = np.uint64(32)
+"""Bits that are left of a mixed key."""
 PACE = 16
 """Slots moved for each key assigned while there are two tables."""
 
@@ -48,6 +51,7 @@ class _Slots:
         self.flat_keys = self.keys.reshape(-1)
         self.flat_values = self.values.reshape(-1)
         self._view = self.flat_keys.data
+        self._count = np.uint64(buckets)
         self.used = 0
 
     @property
@@ -55,8 +59,27 @@ class _Slots:
         return self.buckets * BUCKET
 
     def home(self, keys: Array) -> NDArray[np.int64]:
-        mixed = keys * MIX >> np.uint64(32)
-        return (mixed * np.uint64(self.buckets) >> np.uint64(32)).astype(np.int64)
+        mixed = keys * MIX
+        mixed >>= HALF
+        mixed *= self._count
+        mixed >>= HALF
+        return mixed.view(np.int64)
+
+    def probe(self, key: int) -> int:
+        """The value of one key, 0 where it has none."""
+        bucket = ((key * int(MIX) & LOW) >> 32) * self.buckets >> 32
+        start = bucket * BUCKET
+        keys = self._view[start : start + BUCKET].tolist()
+        slot = start + keys.index(key) if key in keys else self._further(key, bucket)
+        return 0 if slot < 0 else int(self.flat_values[slot])
+
+    def values_of(self, keys: Array) -> Values:
+        """What each key has in the bucket it belongs to: its value, or 0 though a later bucket may have it."""
+        bucket = self.home(keys)
+        hits = self.keys.take(bucket, axis=0) == keys[:, None]
+        values = self.values.take(bucket, axis=0)
+        found: Values = values[hits]
+        return found if found.size == keys.size else (values * hits).max(axis=1)
 
     def locate(self, keys: Array) -> tuple[NDArray[np.int64], bool]:
         """The slot of each key, -1 where there is none, and whether there is any such."""
@@ -147,6 +170,23 @@ class BlockTable:
             absent = np.flatnonzero(found == 0)
             found[absent] = _look(self._old, keys[absent])
         return found
+
+    def lead(self, keys: Array) -> list[int]:
+        """The values of the first keys, up to the first that has none: what a prompt that nobody has costs one look."""
+        if not keys.size or not self._probe(int(keys[0])):
+            return []
+        found: list[int] = self._slots.values_of(keys).tolist()
+        place = -1
+        for _ in range(found.count(0)):
+            place = found.index(0, place + 1)
+            found[place] = self._probe(int(keys[place]))
+            if not found[place]:
+                return found[:place]
+        return found
+
+    def _probe(self, key: int) -> int:
+        found = self._slots.probe(key)
+        return found if found or self._old is None else self._old.probe(key)
 
     def assign(self, keys: Array, values: Values) -> None:
         """Give each key, named once, a new value; 0 clears it. :meth:`make_room` was called for as many before."""

@@ -1,7 +1,8 @@
 """What one request would take on each worker: pure arithmetic over the fleet's columns.
 
-A decision is some tens of operations over arrays, and for a few workers each costs the same: what depends on workers
-alone is in the fleet's columns already.
+A decision is some tens of operations over arrays, of which each costs about the same for ten workers and for a
+thousand: what depends on workers alone is in the columns already, and what adds nothing is left out. Where there are
+few, :mod:`router.glance` comes to the same without arrays.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from router.fleet import Fleet, Floats
+from router.columns import Floats
+from router.fleet import Fleet
 
 SLOWEST = 0.1
 """Share of its speed that a worker which has just joined is trusted with; the rest comes with time."""
@@ -23,6 +25,8 @@ HORIZON = 64
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """By row of the fleet, in seconds unless it says otherwise; of rows of the other role it means nothing.
+
+    Good until the fleet's next event: some are its columns themselves.
 
     Attributes:
         queue: prompt tokens ahead.
@@ -37,6 +41,7 @@ class Forecast:
         wait: for room.
         speed: share of its speed that a worker is trusted with; for who chooses, it is no part of the times.
         settled: whether that is all of it for each.
+        waits: whether anyone is to be waited for.
     """
 
     queue: Floats
@@ -51,37 +56,45 @@ class Forecast:
     wait: Floats
     speed: Floats
     settled: bool
+    waits: bool
 
 
 def forecast(fleet: Fleet, length: int, cached: Floats, now: float, slow_start: float) -> Forecast:
     """For a prompt of ``length`` tokens, of which each worker has ``cached``."""
+    columns = fleet.columns
     missing = length - cached
     uncached = missing
     # The last token's logits are always computed.
     if not missing.all():
-        uncached = np.where(missing > 0.0, missing, np.minimum(fleet.block_size, length))
-    compute = uncached * fleet.pace
-    crossing = missing * fleet.crossing
-    left = fleet.backlog - np.minimum(now - fleet.since, fleet.head)
-    speed = np.ones(len(fleet))
+        uncached = np.where(missing > 0.0, missing, np.minimum(columns.block_size, length))
+    compute = uncached * columns.pace
+    crossing = missing * columns.crossing
+    ttft = columns.backlog - np.minimum(now - columns.since, columns.head)
+    ttft += compute
+    # A step that is not full takes its fixed part all the same.
+    ttft += columns.fixed
+    ttft *= columns.correction
+    ttft *= fleet.common["prefill"]
+    short = columns.room < missing
+    waits = bool(short.any())
+    wait, speed = np.where(short, ROOM_WAIT, 0.0) if waits else columns.zeros, columns.ones
     settled = now - fleet.newest >= slow_start
     if not settled:
-        speed = np.minimum(np.maximum((now - fleet.joined) / slow_start, SLOWEST), 1.0)
+        speed = np.minimum(np.maximum((now - columns.joined) / slow_start, SLOWEST), 1.0)
     return Forecast(
-        # Copies: these go on changing, and what a decision was made by does not.
-        queue=fleet.ahead.copy(),
+        queue=columns.ahead,
         uncached=uncached,
-        # A step that is not full takes its fixed part all the same.
-        ttft=(left + compute + fleet.fixed) * fleet.correction * fleet.common["prefill"],
+        ttft=ttft,
         compute=compute,
         missing=missing,
         crossing=crossing,
-        transfer=crossing + np.maximum(fleet.link_until - now, 0.0),
-        running=fleet.sequences.copy(),
-        tpot=fleet.step * fleet.correction * fleet.common["decode"],
-        wait=np.where(fleet.room < missing, ROOM_WAIT, 0.0),
+        transfer=crossing + np.maximum(columns.link_until - now, 0.0) if fleet.link_busy > now else crossing,
+        running=columns.sequences,
+        tpot=columns.step * columns.correction * fleet.common["decode"],
+        wait=wait,
         speed=speed,
         settled=settled,
+        waits=waits,
     )
 
 
@@ -100,9 +113,10 @@ class LocalForecast:
 
 def forecast_local(fleet: Fleet, told: Forecast) -> LocalForecast:
     """For the prompt that ``told`` is of."""
+    columns = fleet.columns
     tokens = told.queue + told.uncached
-    steps = np.ceil(tokens / fleet.step_tokens)
+    steps = np.ceil(tokens / columns.step_tokens)
     return LocalForecast(
-        ttft=(tokens * fleet.beside + steps * fleet.step) * fleet.common["local"],
-        beside=told.running * told.uncached * fleet.beside,
+        ttft=(tokens * columns.beside + steps * columns.step) * fleet.common["local"],
+        beside=told.running * told.uncached * columns.beside,
     )

@@ -14,11 +14,14 @@ import numpy as np
 
 from protocol.errors import NoWorkerAvailable
 from protocol.ids import Peer
-from router.fleet import Bools, Fleet, Floats, Rows
+from router.columns import Bools, Floats, Rows
+from router.fleet import Fleet
 from router.forecast import HORIZON, Forecast
+from router.pair import cheapest
 from router.pairing import mismatch
 from router.registry import Worker
 
+DEFAULT = "cost"
 CANDIDATES = 16
 """Workers of each role that pairs are made of, the cheapest; all of them where no pair of these fits."""
 AVOIDED = 1e12
@@ -29,6 +32,8 @@ LINK_USE = 0.1
 """What a second of a link costs where nobody waits for it."""
 SPREAD = 2.0
 """Mean prompts' times that a prefill worker costs more which was sent twice the mean lately."""
+TOLERANCE = 5e-3
+"""Share by which the default policy takes two costs for equal."""
 LATE = 100.0
 """Seconds that a worker costs more which misses a target; one that meets it is taken if there is any."""
 IMBALANCE_TOKENS, IMBALANCE_SEQUENCES = 4096, 8
@@ -174,18 +179,22 @@ def cost(snapshot: Snapshot, demand: Demand) -> Ranking:
     ttft, output = told.ttft, told.tpot * tokens
     if not told.settled:
         ttft, output = ttft / told.speed, output / told.speed
-    prefill = ttft + told.wait
+    if told.waits:
+        ttft, output = ttft + told.wait, output + told.wait
     recent = snapshot.fleet.recent
-    prefill += recent.excess(len(snapshot.fleet.able("prefill"))) * (SPREAD * recent.mean)
+    prefill = recent.excess(len(snapshot.fleet.able("prefill")))
+    prefill *= SPREAD * recent.mean
+    prefill += ttft
     if demand.ttft_target:
         prefill += np.where(told.ttft + told.wait > demand.ttft_target, LATE, 0.0)
     # Even where a transfer holds nobody up, others could have had the link.
-    decode = output + told.wait + LINK_USE * told.transfer
-    return Ranking(prefill, decode, in_seconds=True, tolerance=5e-3)
+    decode = LINK_USE * told.transfer
+    decode += output
+    return Ranking(prefill, decode, in_seconds=True, tolerance=TOLERANCE)
 
 
 POLICIES: dict[str, Policy] = {
-    "cost": cost,
+    DEFAULT: cost,
     "least_loaded": least_loaded,
     "power_of_two": power_of_two,
     "prefix_aware": prefix_aware,
@@ -248,8 +257,19 @@ def place(policy: str, snapshot: Snapshot, demand: Demand) -> Choice:
         if ranking.in_seconds:
             told = snapshot.forecast
             here, there = prefill[rows], decode[partners]
-            pairs = there[:, None] + here
             transfer, compute = told.transfer[partners], told.compute[rows]
+            if bound == CANDIDATES:
+                first, second = cheapest(
+                    here.tolist(),
+                    there.tolist(),
+                    compute.tolist(),
+                    transfer.tolist(),
+                    ranking.tolerance,
+                    demand.turn,
+                )
+                if fleet.fit(int(rows[first]), int(partners[second])):
+                    return Choice(int(rows[first]), int(partners[second]), rows, partners, ranking)
+            pairs = there[:, None] + here
             if transfer.max() > compute.min():
                 pairs += np.maximum(transfer[:, None] - compute, 0.0)
             slack = ranking.tolerance * min(float(here.min()), float(there.min()))

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from router.block_index import BlockIndex
+from router.block_index import BlockIndex, mark, rows_of
 from router.block_table import BlockTable
 
 ROWS = 24
@@ -54,7 +54,10 @@ class IndexModel(RuleBasedStateMachine):
     @rule(chain=st.lists(st.sampled_from(KEYS), max_size=12), among=st.integers(0, (1 << ROWS) - 1))
     def depths(self, chain: list[int], among: int) -> None:
         known = np.maximum(keys(*chain), 1)
-        found = self.index.depths([known[:5], known[5:]], among, ROWS)
+        found = np.zeros(ROWS)
+        for bits, blocks in self.index.depths([known[:5], known[5:]], among):
+            mark(found, bits, blocks)
+            assert not set(rows_of(bits)) - {row for row in range(ROWS) if among >> row & 1}
         for row in range(ROWS):
             depth = 0
             while among >> row & 1 and depth < len(chain) and row in self.model.get(max(chain[depth], 1), ()):

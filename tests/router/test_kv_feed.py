@@ -13,7 +13,7 @@ from engine.prefix_changes import PrefixChanges
 from protocol.ids import Peer
 from protocol.kv_events import MAX_KEYS, KVEvents, KVFollow, KVSnapshot
 from protocol.kv_publisher import FOLLOW_TTL, KVPublisher
-from router.block_index import BlockIndex
+from router.block_index import BlockIndex, rows_of
 from router.kv_feed import ASK_AGAIN, RENEW, FeedState, KVFeeds
 
 HASHES = [bytes([index]) * 16 for index in range(1, 30)]
@@ -121,7 +121,7 @@ class Feeding(RuleBasedStateMachine):
 
     def rows_of(self, block_hash: bytes) -> set[int]:
         keys = np.array([key_of(block_hash)], dtype=np.uint64)
-        return set(np.flatnonzero(self.index.depths([keys], 0b111, 3)).tolist())
+        return {row for bits, _ in self.index.depths([keys], 0b111) for row in rows_of(bits)}
 
     def settle(self) -> None:
         """Two seconds in which nothing is lost: enough for a router that has just started."""

@@ -231,10 +231,10 @@ def test_what_a_worker_measured_before_it_was_lost_is_not_held_against_it() -> N
     row, other = fleet.row("d0"), fleet.row("d1")
     for _ in range(100):
         fleet.correct(slow.peer, "decode", 2.0)
-    assert fleet.step[row] > 100 * fleet.step[other]
+    assert fleet.columns.step[row] > 100 * fleet.columns.step[other]
     fleet.see([*others, replace(slow, lost="its step loop has stood")], 1.0)
     fleet.see([*others, replace(slow, last_seen=2.0)], 2.0)
-    assert fleet.step[row] < 2 * fleet.step[other]
+    assert fleet.columns.step[row] < 2 * fleet.columns.step[other]
 
 
 def test_cost_sends_the_sequence_where_its_blocks_are_when_the_link_is_slow() -> None:

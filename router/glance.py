@@ -1,0 +1,118 @@
+"""The default policy's choice where there are few workers, in plain numbers: the very one that arrays would give.
+
+For some ten workers of a role an operation over arrays takes as long as all of theirs one by one. What is computed here
+is what :func:`~router.forecast.forecast`, :func:`~router.policy.cost` and :func:`~router.policy.place` say, in the same
+order, so that the last bit is the same; a test holds them against each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from router.bid import Bid
+from router.explanations import DECODE_FIELDS, PREFILL_FIELDS, Candidates
+from router.fleet import Fleet
+from router.forecast import HORIZON, ROOM_WAIT, SLOWEST
+from router.pair import cheapest
+from router.policy import CANDIDATES, LATE, LINK_USE, SPREAD, TOLERANCE, Demand
+
+Numbers = tuple[float, ...]
+
+
+def glance(
+    fleet: Fleet, length: int, cached: Mapping[int, int], demand: Demand, now: float, slow_start: float
+) -> tuple[Bid, float] | None:
+    """The choice for a prompt of ``length`` tokens, of which workers have ``cached`` by row; None where it is not ours.
+
+    It is not where there are many workers, none of a role, some to be avoided, or some that do not fit together.
+
+    Returns:
+        It, and in how many seconds a first token is predicted at the earliest, which is told where there is a target.
+    """
+    rows, partners = fleet.takers("prefill"), fleet.takers("decode")
+    if demand.excluded or demand.barred or not 0 < len(rows) <= CANDIDATES or not 0 < len(partners) <= CANDIDATES:
+        return None
+    start = None if now - fleet.newest >= slow_start else slow_start
+    here, compute, soonest = _prefill(fleet, rows, length, cached, demand, now, start)
+    costs = [numbers[-1] for numbers in here]
+    seen = Candidates(fleet.names, rows, PREFILL_FIELDS, here)
+    if not demand.needs_decode:
+        bound = min(costs) * (1 + TOLERANCE)
+        near = [place for place, each in enumerate(costs) if each <= bound]
+        first = near[demand.turn % len(near)]
+        _, uncached, ttft, *_ = here[first]
+        return Bid(rows[first], None, "", uncached, ttft, None, None, 0.0, seen, None), soonest
+    there = _decode(fleet, partners, length, cached, demand, now, start)
+    transfers = [numbers[2] for numbers in there]
+    first, second = cheapest(costs, [numbers[-1] for numbers in there], compute, transfers, TOLERANCE, demand.turn)
+    prefill, decode = rows[first], partners[second]
+    if not fleet.fit(prefill, decode):
+        return None
+    _, uncached, ttft, *_ = here[first]
+    _, missing, transfer, tpot, *_ = there[second]
+    crossing = missing * fleet.lanes[decode].crossing
+    others = Candidates(fleet.names, partners, DECODE_FIELDS, there)
+    return Bid(prefill, decode, "", uncached, ttft, tpot, transfer, crossing, seen, others), soonest
+
+
+def _prefill(
+    fleet: Fleet,
+    rows: list[int],
+    length: int,
+    cached: Mapping[int, int],
+    demand: Demand,
+    now: float,
+    start: float | None,
+) -> tuple[list[Numbers], list[float], float]:
+    """What each is judged by, the part of its time that computes this prompt, and the earliest first token of all."""
+    lanes, common, target = fleet.lanes, fleet.common["prefill"], demand.ttft_target
+    weight = SPREAD * fleet.recent.mean
+    found: list[Numbers] = []
+    compute: list[float] = []
+    soonest = float("inf")
+    for row, excess in zip(rows, fleet.recent.excesses(rows), strict=True):
+        lane = lanes[row]
+        missing = float(length - cached.get(row, 0))
+        uncached = missing if missing > 0.0 else min(lane.block_size, length)
+        part = uncached * lane.pace
+        passed, head = now - lane.since, lane.head
+        ttft = (lane.backlog - (passed if passed < head else head) + part + lane.fixed) * lane.correction * common
+        speed = 1.0 if start is None else min(max((now - lane.joined) / start, SLOWEST), 1.0)
+        wait = ROOM_WAIT if lane.room < missing else 0.0
+        price = ttft / speed + wait + excess * weight
+        if target:
+            if ttft + wait > target:
+                price += LATE
+            # Who has nothing to do is judged by its pace alone: were all refused for a correction, nothing would put
+            # it right.
+            soonest = min(soonest, (min(ttft, lane.fixed + part) if lane.ahead < 1.0 else ttft) + wait)
+        compute.append(part)
+        found.append((lane.ahead, uncached, ttft, wait, speed, price))
+    return found, compute, soonest
+
+
+def _decode(
+    fleet: Fleet,
+    rows: list[int],
+    length: int,
+    cached: Mapping[int, int],
+    demand: Demand,
+    now: float,
+    start: float | None,
+) -> list[Numbers]:
+    """What each is judged by."""
+    lanes, common, tokens = fleet.lanes, fleet.common["decode"], min(demand.output, HORIZON)
+    found: list[Numbers] = []
+    for row in rows:
+        lane = lanes[row]
+        missing = float(length - cached.get(row, 0))
+        until = lane.link_until
+        transfer = missing * lane.crossing
+        if until > now:
+            transfer += until - now
+        tpot = lane.step * lane.correction * common
+        speed = 1.0 if start is None else min(max((now - lane.joined) / start, SLOWEST), 1.0)
+        wait = ROOM_WAIT if lane.room < missing else 0.0
+        price = tpot * tokens / speed + wait + LINK_USE * transfer
+        found.append((lane.sequences, missing, transfer, tpot, wait, speed, price))
+    return found
