@@ -12,7 +12,8 @@ once, whereupon its row may be another's.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,14 @@ from router.block_table import Array, BlockTable, Values
 
 FEW = 16
 """Workers up to which bits are taken one by one."""
+
+
+class Move(NamedTuple):
+    """Blocks that a worker has from now on, or has no more."""
+
+    row: int
+    keys: Array
+    stored: bool
 
 
 class BlockIndex:
@@ -49,11 +58,30 @@ class BlockIndex:
 
     def store(self, row: int, keys: Array) -> None:
         """The worker of ``row`` has these blocks from now on."""
-        self._change(keys, 1 << row, stored=True)
+        self.change([Move(row, keys, stored=True)])
 
     def remove(self, row: int, keys: Array) -> None:
         """The worker of ``row`` has these blocks no more."""
-        self._change(keys, 1 << row, stored=False)
+        self.change([Move(row, keys, stored=False)])
+
+    def change(self, moves: Sequence[Move]) -> None:
+        """Blocks come and go, in that order; many at once cost each of them less."""
+        keys = np.concatenate([move.keys for move in moves])
+        if not keys.all():
+            keys = np.maximum(keys, 1)
+        of = np.repeat(np.arange(len(moves)), [len(move.keys) for move in moves])
+        # First: what it drops is counted down, and must not have been looked up before.
+        self._table.make_room(len(keys), self.blocks)
+        while keys.size:
+            again = _named_again(keys)
+            if not again.size:
+                self._change(keys, of, moves)
+                return
+            # One that is named several times has its turns one after the other.
+            first = np.ones(len(keys), dtype=bool)
+            first[again] = False
+            self._change(keys[first], of[first], moves)
+            keys, of = keys[again], of[again]
 
     def drop(self, row: int) -> None:
         """The worker of ``row`` has nothing any more."""
@@ -102,26 +130,26 @@ class BlockIndex:
             found.append((staying, depth))
         return found
 
-    def _change(self, keys: Array, bit: int, *, stored: bool) -> None:
-        keys = np.unique(np.maximum(keys, 1))
-        if not keys.size:
-            return
-        # First: what it drops is counted down, and must not have been looked up before.
-        self._table.make_room(len(keys), self.blocks)
-        numbers = self._table.find(keys)
-        kinds, which, counts = np.unique(numbers, return_inverse=True, return_counts=True)
-        after = np.empty(len(kinds), dtype=np.uint32)
-        for index, (number, count) in enumerate(zip(kinds.tolist(), counts.tolist(), strict=True)):
+    def _change(self, keys: Array, of: NDArray[np.int64], moves: Sequence[Move]) -> None:
+        where = self._table.locate(keys)
+        numbers = where.values
+        # Blocks that follow each other mostly are the same workers': a run of them is one step.
+        turns = np.flatnonzero((numbers[1:] != numbers[:-1]) | (of[1:] != of[:-1]))
+        ends = [*(turns + 1).tolist(), len(keys)]
+        after, start = [], 0
+        for end, number, index in zip(ends, numbers[[*turns, -1]].tolist(), of[[*turns, -1]].tolist(), strict=True):
+            move, count = moves[index], end - start
             members = self._members[number]
-            wanted = members | bit if stored else members & ~bit
+            wanted = members | 1 << move.row if move.stored else members & ~(1 << move.row)
             target = self._number(wanted)
-            after[index] = target
+            after.append(target)
             self.holdings += count * (wanted.bit_count() - members.bit_count())
             self.blocks += count * (bool(wanted) - bool(members))
             self._count(target, count)
             self._count(number, -count)
-        changed = (kinds != after)[which]
-        self._table.assign(keys[changed], after[which][changed])
+            start = end
+        lengths = np.diff(ends, prepend=0)
+        self._table.assign(keys, where, np.repeat(np.array(after, dtype=np.uint32), lengths))
 
     def _number(self, members: int) -> int:
         number = self._numbers.get(members)
@@ -154,6 +182,16 @@ class BlockIndex:
             if not keeps:
                 self._count(number, -count)
         return kept[which] if kinds.size else np.zeros(0, dtype=bool)
+
+
+def _named_again(keys: Array) -> NDArray[np.int64]:
+    """Places of keys that are named before, in order."""
+    ordered = np.sort(keys)
+    if not (ordered[1:] == ordered[:-1]).any():
+        return np.zeros(0, dtype=np.int64)
+    order = np.argsort(keys, kind="stable")
+    ordered = keys[order]
+    return np.sort(order[1:][ordered[1:] == ordered[:-1]])
 
 
 def rows_of(bits: int) -> list[int]:

@@ -5,6 +5,7 @@ No I/O: messages to workers are returned. One for each router, for its whole lif
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -88,7 +89,7 @@ class Placer:
         """
         self._see(now)
         length = prompt.length
-        told = forecast(self._fleet, length, self._cached(prompt), now, self._config.slow_start)
+        told = forecast(self._fleet, length, self._cached(prompt, now), now, self._config.slow_start)
         snapshot = Snapshot(self._fleet, told)
         return snapshot, decide(self._config.policy, snapshot, demand, self._config.local_prefill)
 
@@ -198,7 +199,7 @@ class Placer:
         self._see(now)
         config, fleet, bid, earliest = self._config, self._fleet, None, 0.0
         if config.policy == DEFAULT and config.local_prefill.quiet(demand.prompt_tokens) and fleet.small:
-            found = glance(fleet, prompt.length, self._cached_by_few(prompt), demand, now, config.slow_start)
+            found = glance(fleet, prompt.length, self._cached_by_few(prompt, now), demand, now, config.slow_start)
             if found is not None:
                 bid, earliest = found
         if bid is None:
@@ -212,20 +213,21 @@ class Placer:
             )
         return bid
 
-    def _cached(self, prompt: Prompt) -> Floats:
+    def _depths(self, prompt: Prompt, now: float) -> Iterator[tuple[int, int]]:
+        """Bits of rows, and how many tokens of the prompt these have; of those that are in none it is none."""
+        self.feeds.settle(now)
+        if self.index.blocks and prompt.length:
+            for size, among in self._fleet.block_sizes().items():
+                for bits, depth in self.index.depths(prompt.keys(size), among):
+                    yield bits, depth * size
+
+    def _cached(self, prompt: Prompt, now: float) -> Floats:
         """Tokens of the prompt that each worker has."""
         cached = np.zeros(len(self._fleet))
-        if self.index.blocks and prompt.length:
-            for size, among in self._fleet.block_sizes().items():
-                for bits, depth in self.index.depths(prompt.keys(size), among):
-                    mark(cached, bits, depth * size)
+        for bits, tokens in self._depths(prompt, now):
+            mark(cached, bits, tokens)
         return cached
 
-    def _cached_by_few(self, prompt: Prompt) -> dict[int, int]:
+    def _cached_by_few(self, prompt: Prompt, now: float) -> dict[int, int]:
         """The same by row, of those that have any."""
-        cached: dict[int, int] = {}
-        if self.index.blocks and prompt.length:
-            for size, among in self._fleet.block_sizes().items():
-                for bits, depth in self.index.depths(prompt.keys(size), among):
-                    cached.update(dict.fromkeys(rows_of(bits), depth * size))
-        return cached
+        return {row: tokens for bits, tokens in self._depths(prompt, now) for row in rows_of(bits)}
