@@ -1,6 +1,6 @@
 """Where disaggregation pays, and whether ``local_prefill: auto`` finds out: a grid in the simulator.
 
-    python benchmarks/break_even.py [--profile h100-llama8b] [--workers 2P2D] [--load 0.5] [--requests 400]
+    python benchmarks/break_even.py [--profile h100-llama8b] [--workers 2P2D] [--load 0.5] [--requests 400] [--untold]
 
 For each length of prompt and output and each link the mean time of a whole request, with all prompts on prefill workers
 (``never``), all on decode workers (``always``), and each where the router says (``auto``). The last column is how much
@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("--prompts", default="64,512,2048,8192")
     parser.add_argument("--outputs", default="16,128,512")
     parser.add_argument("--links", default="1,10,100", help="Gbit/s")
+    parser.add_argument("--untold", action="store_true", help="workers do not tell how fast their links are")
     asked = parser.parse_args()
     prefill, decode = parse_workers(asked.workers)
     scene = Scenario(profile=profile_of(asked.profile), prefill=prefill, decode=decode)
@@ -45,7 +46,7 @@ def main() -> None:
             sample = stream_trace(replace(options, requests=min(asked.requests, SAMPLE)))
             options = replace(options, rate=asked.load * capacity(scene, sample))
             for link in map(float, asked.links.split(",")):
-                linked = replace(scene, link=link * 1e9 / 8)
+                linked = replace(scene, link=link * 1e9 / 8, told_link=0.0 if asked.untold else None)
                 apart, alone, chosen = (
                     simulate(replace(linked, local_prefill=mode), stream_trace(options), asked.requests)
                     for mode in ("never", "always", "auto")

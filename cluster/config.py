@@ -217,6 +217,8 @@ class TransferSection(msgspec.Struct, frozen=True, kw_only=True):
         wire_dtype: element type in which blocks cross; None is that of the decode worker's pool.
         gpudirect: with transport "ucx", whether RDMA reads and writes pools on GPUs itself: "auto" where it can, "on"
             in any case, or "off", by pinned host memory.
+        link_gbit: what each worker's network carries, in Gbit/s, for routers to reckon with until it is measured; null
+            asks the system.
     """
 
     transport: str = AUTO
@@ -227,6 +229,7 @@ class TransferSection(msgspec.Struct, frozen=True, kw_only=True):
     layers_per_ship: int = 15
     wire_dtype: WireDtype | None = None
     gpudirect: GpuDirect = "auto"
+    link_gbit: float | None = None
 
     def __post_init__(self) -> None:
         check(
@@ -237,6 +240,7 @@ class TransferSection(msgspec.Struct, frozen=True, kw_only=True):
             ("timeout", 0 < self.timeout <= 3600, "in (0, 3600] seconds"),
             ("layers_per_ship", 0 <= self.layers_per_ship <= 1 << 20, "in [0, 1048576]"),
             ("gpudirect", self.gpudirect in GPUDIRECT, f"one of {', '.join(GPUDIRECT)}"),
+            ("link_gbit", self.link_gbit is None or 1e-3 <= self.link_gbit <= 1e5, "in [0.001, 100000], or null"),
         )
         if self.gpudirect == "on":
             for field, fits, wanted in (

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from router.overview import ClusterOverview, Latency, WorkerOverview
+    from router.overview import ClassOverview, ClusterOverview, Latency, WorkerOverview
 
 BAR = 24
 BLOCKS = (
@@ -53,7 +53,14 @@ def frame(now: ClusterOverview, before: ClusterOverview | None = None, seconds: 
     for name, style in BLOCKS:
         legend.append("█ ", style).append(f"{name}  ")
     legend.append("░ free")
-    return Group(head, _told(now), table, legend, *(Text(alert.text, style="bold red") for alert in now.alerts))
+    return Group(
+        head,
+        _told(now),
+        *map(_queue, now.classes),
+        table,
+        legend,
+        *(Text(alert.text, style="bold red") for alert in now.alerts),
+    )
 
 
 def _told(now: ClusterOverview) -> Text:
@@ -63,6 +70,17 @@ def _told(now: ClusterOverview) -> Text:
         f"{live.queued} queued, {live.prefilling} prefilling, {live.handoff} in handoff, {live.decoding} decoding",
         *(f"{name.upper()} {_milliseconds(now.latency[name])}" for name in LATENCIES if name in now.latency),
     ]
+    return Text("; ".join(parts))
+
+
+def _queue(of: ClassOverview) -> Text:
+    """What waits of a class, and how its targets are kept."""
+    refused = ", ".join(f"{count} {reason}" for reason, count in of.refused.items()) or "0"
+    parts = [f"class {of.name}: {of.waiting} waiting, {of.admitted} admitted, refused: {refused}"]
+    for target in ("ttft", "tpot"):
+        kept, missed = of.kept.get(target, 0), of.missed.get(target, 0)
+        if kept or missed:
+            parts.append(f"{target.upper()} kept by {kept} of {kept + missed}")
     return Text("; ".join(parts))
 
 

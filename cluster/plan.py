@@ -224,6 +224,7 @@ def _worker(order: ActorOrder, model: Path, host: str) -> dict[str, Any]:
         "secret": order.secret,
         "incarnation": order.incarnation,
         "gpudirect": order.config.transfer.gpudirect,
+        "link_gbit": order.config.transfer.link_gbit,
         "tracing": order.config.tracing.config(),
     }
 

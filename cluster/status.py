@@ -29,7 +29,7 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name, url, model, transport: of the cluster.
         state: "ready" when every actor and the supervisor is, "starting", "unfinished" when the command that brought it
-            up is gone before it was done, "degraded", or "dead" when its Ray node is gone.
+            up is gone before it was done, "degraded", or "dead" when its Ray node is gone, or was started anew.
         actors: router first.
         wanted: how many processes of each role there shall be, as the supervisor has it; empty where that is silent.
         supervised: whether the supervisor answers, which brings back what dies.
@@ -63,6 +63,9 @@ def cluster_report(name: str, *, store: StateStore | None = None) -> ClusterRepo
     if not node_alive(state.node):
         return _report(state, "dead", ())
     with connect(state.node, state.name) as ray:
+        # What died comes back as long as one is left to see to it; of a Ray that was started anew nothing does.
+        if state.ready and not ray.util.list_named_actors():
+            return _report(state, "dead", ())
         supervisor = _supervisor(ray)
         members = {member.name: member for member in supervisor.members} if supervisor.begun else {}
         names = tuple(members) or state.actors
@@ -126,7 +129,7 @@ def _answer(ray: Any, name: str, pair: tuple[Any, Any] | None) -> ActorReport:
 
 
 def _report(state: ClusterState, word: str, actors: tuple[ActorReport, ...]) -> ClusterReport:
-    hints = {"unfinished": "its 'kvferry up' ended before it was done", "dead": "its Ray node is gone"}
+    hints = {"unfinished": "its 'kvferry up' ended before it was done", "dead": "nothing of it is left on Ray"}
     return ClusterReport(
         name=state.name,
         url=state.url,

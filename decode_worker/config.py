@@ -30,6 +30,7 @@ class DecodeConfig:
         secret: what everybody must know who speaks with this worker; empty lets everybody in.
         incarnation: of this life of the name, higher than that of the life before; 0 takes the clock.
         gpudirect: whether RDMA reads and writes a pool on a GPU itself: where it can, always, or never.
+        link_gbit: what this host's network carries, in Gbit/s; None asks the system.
         wire_dtype: element type in which blocks cross; None is the pool's own. Another one costs precision.
         max_waiting: requests in the queue for a reservation before new ones are refused.
         wedged_after: seconds without the end of a step, though there is work, after which the worker ends, to be
@@ -60,6 +61,7 @@ class DecodeConfig:
     secret: str = field(default="", repr=False)
     incarnation: int = 0
     gpudirect: GpuDirect = "auto"
+    link_gbit: float | None = None
     wire_dtype: WireDtype | None = None
     max_waiting: int = 1024
     wedged_after: float = 60.0
@@ -77,6 +79,7 @@ class DecodeConfig:
             ("routers", bool(self.routers), "at least one hub endpoint"),
             ("transport", self.transport in MODES, f"one of {', '.join(MODES)}"),
             ("gpudirect", self.gpudirect in GPUDIRECT, f"one of {', '.join(GPUDIRECT)}"),
+            ("link_gbit", self.link_gbit is None or 0.0 < self.link_gbit <= 1e6, "in (0, 1e6], or None"),
             ("incarnation", 0 <= self.incarnation < 1 << 63, "in [0, 2**63)"),
             ("transfer_timeout", self.transfer_timeout > 0, "above 0"),
             ("wire_dtype", self.wire_dtype in (None, *WIRE_DTYPES), f"one of {', '.join(WIRE_DTYPES)}, or None"),

@@ -65,8 +65,8 @@ class DecodeTrace(WorkerTrace[DecodeLeg]):
         match message:
             case Handover():
                 leg.handed_over, leg.handover = now, message
-            case Cancel():
-                leg.cancelled, leg.ended = True, now
+            case Cancel(satisfied=satisfied) if leg.cancelled is None:
+                leg.cancelled, leg.ended = not satisfied, now
 
     def said(self, leg: DecodeLeg, message: Message, now: float) -> None:
         """See :meth:`WorkerTrace.said`."""

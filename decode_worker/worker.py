@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
@@ -23,6 +22,7 @@ from decode_worker.imports import Imports
 from decode_worker.local_prefill import LocalPrefill
 from decode_worker.outbox import Outbox
 from decode_worker.peers import PrefillPeers
+from decode_worker.profile import profile_of
 from decode_worker.reception import Reception
 from decode_worker.refusal import prefill_refusal, refusal
 from decode_worker.scheduler import DecodeScheduler
@@ -151,19 +151,7 @@ class DecodeWorker:
             watch=self._trace,
         )
         resources.push_async_callback(self._imports.close)
-        self.profile = WorkerProfile(
-            role="decode",
-            model=self.config.model_name,
-            vocab_size=runner.vocab_size,
-            max_model_len=runner.max_model_len,
-            layout=runner.layout,
-            num_blocks=runner.num_blocks,
-            kv_addresses=reception.receiver.addresses,
-            prefills=self.config.local_prefill,
-            max_sequences=settings.max_sequences,
-            device=str(runner.device),
-            pid=os.getpid(),
-        )
+        self.profile = profile_of(self.config, runner, reception.receiver.addresses)
         self._link = WorkerLink(
             context,
             self.me,

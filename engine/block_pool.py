@@ -11,7 +11,7 @@ Nothing here is thread-safe: one event loop owns the pool.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Iterable, Sequence
 
 from engine.block_state import STATE_OF_HOLDER, BlockState, HolderKind, Owner
 from engine.free_runs import FreeRuns
@@ -23,6 +23,9 @@ from protocol.messages import PoolCounts
 
 __all__ = ["BlockPool", "BlockState", "HolderKind", "Owner"]
 
+_FREE, _ACTIVE, _CACHED, _EXPORTED = BlockState.FREE, BlockState.ACTIVE, BlockState.CACHED, BlockState.EXPORTED
+_IMPORTING, _DRAINING = BlockState.IMPORTING, BlockState.DRAINING
+_UNSHARED = (_FREE, _IMPORTING)
 _ALLOCATES = frozenset({HolderKind.TABLE, HolderKind.IMPORT})
 _SHARES = frozenset({HolderKind.TABLE, HolderKind.LEASE})
 _MOVES = frozenset(
@@ -59,11 +62,12 @@ class BlockPool:
         self._free = FreeRuns(PADDING_BLOCK + 1, num_blocks)
         self._index = PrefixIndex()
         self._holdings: dict[Owner, dict[int, None]] = {}
-        self._holders = [[0] * len(HolderKind) for _ in range(num_blocks)]
+        # How many holders of each kind each block has: plain lists, as a prompt has hundreds of blocks to go over.
+        self._holders = [[0] * num_blocks for _ in HolderKind]
         self._generations = [0] * num_blocks
         self._states = [BlockState.FREE] * num_blocks
         self._states[PADDING_BLOCK] = BlockState.RESERVED
-        self._totals = dict.fromkeys(BlockState, 0)
+        self._totals = [0] * len(BlockState)
         self._totals[BlockState.RESERVED] = 1
         self._totals[BlockState.FREE] = num_blocks - 1
         # In quarantine after an import: the transport may still write there, so nobody may share it.
@@ -89,14 +93,14 @@ class BlockPool:
             raise PoolExhausted(f"{owner} wants {n} blocks, {self.available} of {self.num_blocks} are available")
         if n == 0:
             return []
-        while len(self._free) < n:
-            self._settle(self._index.evict())
+        self._settle([self._index.evict() for _ in range(n - len(self._free))])
         held = self._holdings.setdefault(owner, {})
         taken = self._free.take(n, after=next(reversed(held), None))
+        generations, holders = self._generations, self._holders[owner.kind]
         for block in taken:
-            self._generations[block] += 1
-            self._holders[block][owner.kind] = 1
-            self._settle(block)
+            generations[block] += 1
+            holders[block] = 1
+        self._settle(taken)
         held.update(dict.fromkeys(taken))
         return taken
 
@@ -110,18 +114,12 @@ class BlockPool:
         if owner.kind not in _SHARES:
             raise InvariantViolation(f"{owner} cannot share blocks")
         self._check_distinct(blocks)
-        held = self._holdings.get(owner, {})
+        self._check_not_held(owner, blocks)
+        states, tainted = self._states, self._tainted
         for block in blocks:
-            if block in held:
-                raise InvariantViolation(f"{owner} already holds block {block}")
-            state = self._states[block]
-            if state in (BlockState.FREE, BlockState.IMPORTING) or block in self._tainted:
+            if states[block] in _UNSHARED or block in tainted:
                 raise InvariantViolation(f"{owner} cannot share {self._describe(block)}")
-        for block in blocks:
-            self._holders[block][owner.kind] += 1
-            self._settle(block)
-        if blocks:
-            self._holdings.setdefault(owner, held).update(dict.fromkeys(blocks))
+        self._take(owner, blocks)
 
     def release(self, owner: Owner, blocks: Sequence[int]) -> None:
         """Drop the holds of ``owner``; a block with no holder left is cached when sealed, else free.
@@ -133,8 +131,7 @@ class BlockPool:
         """
         self._check_held(owner, blocks)
         self._drop(owner, blocks)
-        for block in reversed(blocks):
-            self._settle(block)
+        self._settle(reversed(blocks))
 
     def move(self, source: Owner, target: Owner, blocks: Sequence[int]) -> None:
         """Change the holds of ``source`` into holds of ``target``.
@@ -147,23 +144,15 @@ class BlockPool:
         if (source.kind, target.kind) not in _MOVES:
             raise InvariantViolation(f"holds cannot move from {source} to {target}")
         self._check_held(source, blocks)
-        held = self._holdings.get(target, {})
-        for block in blocks:
-            if block in held:
-                raise InvariantViolation(f"{target} already holds block {block}")
-        if not blocks:
-            return
+        self._check_not_held(target, blocks)
         self._drop(source, blocks)
         if (source.kind, target.kind) == (HolderKind.IMPORT, HolderKind.QUARANTINE):
             self._tainted.update(blocks)
-        for block in blocks:
-            self._holders[block][target.kind] += 1
-            self._settle(block)
-        self._holdings.setdefault(target, held).update(dict.fromkeys(blocks))
+        self._take(target, blocks)
 
     def holders(self, block: int) -> int:
         """How many hold ``block``: one that is alone may write it, as long as it is not sealed."""
-        return sum(self._holders[block])
+        return sum([counts[block] for counts in self._holders])
 
     def holdings(self, owner: Owner) -> list[int]:
         """The blocks ``owner`` holds, in the order it got them."""
@@ -239,27 +228,28 @@ class BlockPool:
         Raises:
             InvariantViolation: names the block and its holders.
         """
-        counted = [[0] * len(HolderKind) for _ in range(self.num_blocks)]
+        counted = [[0] * self.num_blocks for _ in HolderKind]
         for owner, blocks in self._holdings.items():
             if not blocks:
                 raise InvariantViolation(f"{owner} holds nothing, but is kept")
             for block in blocks:
-                counted[block][owner.kind] += 1
+                counted[owner.kind][block] += 1
         self._free.check_integrity()
         self._index.check_integrity()
         free = {block for start, stop in self._free.runs() for block in range(start, stop)}
-        totals = dict.fromkeys(BlockState, 0)
+        totals = [0] * len(BlockState)
         for block, state in enumerate(self._states):
             totals[state] += 1
-            if fault := self._fault(block, counted[block], block in free):
+            if fault := self._fault(block, [counts[block] for counts in counted], block in free):
                 raise InvariantViolation(f"{self._describe(block)}: {fault}")
         if totals != self._totals:
             raise InvariantViolation(f"blocks by state are {totals}, counted as {self._totals}")
 
     def _fault(self, block: int, counted: list[int], free: bool) -> str | None:
         state, idle = self._states[block], not any(counted)
-        if counted != self._holders[block]:
-            return f"holders by kind are {counted}, counted as {self._holders[block]}"
+        kept = [counts[block] for counts in self._holders]
+        if counted != kept:
+            return f"holders by kind are {counted}, counted as {kept}"
         if block == PADDING_BLOCK:
             return None if idle and not free and state is BlockState.RESERVED else "the padding block is in use"
         exclusive = bool(counted[HolderKind.IMPORT]) or block in self._tainted
@@ -274,51 +264,82 @@ class BlockPool:
         return next((fault for good, fault in checks if not good), None)
 
     def _derive(self, block: int) -> BlockState:
-        holders = self._holders[block]
         for kind in reversed(HolderKind):
-            if holders[kind]:
+            if self._holders[kind][block]:
                 return STATE_OF_HOLDER[kind]
         return BlockState.CACHED if block in self._index else BlockState.FREE
 
-    def _settle(self, block: int) -> None:
-        before, after = self._states[block], self._derive(block)
-        if before is after:
+    def _settle(self, blocks: Iterable[int]) -> None:
+        # As :meth:`_derive` has it, which the checks use; a commit waits for this, so no block costs a call here.
+        tables, leases, imports, quarantined = self._holders
+        states, totals, index = self._states, self._totals, self._index
+        freed: list[int] = []
+        for block in blocks:
+            before = states[block]
+            if quarantined[block]:
+                after = _DRAINING
+            elif imports[block]:
+                after = _IMPORTING
+            elif leases[block]:
+                after = _EXPORTED
+            elif tables[block]:
+                after = _ACTIVE
+            else:
+                after = _CACHED if block in index else _FREE
+            if before is after:
+                continue
+            states[block] = after
+            totals[before] -= 1
+            totals[after] += 1
+            if after is _CACHED:
+                index.park(block)
+            elif after is _FREE:
+                freed.append(block)
+            elif before is _CACHED:
+                index.unpark(block)
+        if freed:
+            self._tainted.difference_update(freed)
+            self._free.add(freed)
+
+    def _take(self, owner: Owner, blocks: Sequence[int]) -> None:
+        if not blocks:
             return
-        self._states[block] = after
-        self._totals[before] -= 1
-        self._totals[after] += 1
-        if after is BlockState.CACHED:
-            self._index.park(block)
-        elif after is BlockState.FREE:
-            self._tainted.discard(block)
-            self._free.add(block)
-        elif before is BlockState.CACHED:
-            self._index.unpark(block)
+        holders = self._holders[owner.kind]
+        for block in blocks:
+            holders[block] += 1
+        self._settle(blocks)
+        self._holdings.setdefault(owner, {}).update(dict.fromkeys(blocks))
 
     def _drop(self, owner: Owner, blocks: Sequence[int]) -> None:
         if not blocks:
             return
-        held = self._holdings[owner]
+        held, holders = self._holdings[owner], self._holders[owner.kind]
         for block in blocks:
             del held[block]
-            self._holders[block][owner.kind] -= 1
+            holders[block] -= 1
         if not held:
             del self._holdings[owner]
 
     def _check_distinct(self, blocks: Sequence[int]) -> None:
-        for block in blocks:
-            if not PADDING_BLOCK < block < self.num_blocks:
-                raise InvariantViolation(f"block {block} is reserved or outside the pool of {self.num_blocks}")
+        if blocks and not PADDING_BLOCK < min(blocks) <= max(blocks) < self.num_blocks:
+            block = next(block for block in blocks if not PADDING_BLOCK < block < self.num_blocks)
+            raise InvariantViolation(f"block {block} is reserved or outside the pool of {self.num_blocks}")
         if len(set(blocks)) != len(blocks):
             raise InvariantViolation(f"a block is named twice in {list(blocks)}")
 
     def _check_held(self, owner: Owner, blocks: Sequence[int]) -> None:
         self._check_distinct(blocks)
-        held: Container[int] = self._holdings.get(owner, ())
-        for block in blocks:
-            if block not in held:
-                raise InvariantViolation(f"{owner} does not hold {self._describe(block)}")
+        held = self._holdings.get(owner, {}).keys()
+        if not held >= set(blocks):
+            block = next(block for block in blocks if block not in held)
+            raise InvariantViolation(f"{owner} does not hold {self._describe(block)}")
+
+    def _check_not_held(self, owner: Owner, blocks: Sequence[int]) -> None:
+        held = self._holdings.get(owner)
+        if held is not None and not held.keys().isdisjoint(blocks):
+            block = next(block for block in blocks if block in held)
+            raise InvariantViolation(f"{owner} already holds block {block}")
 
     def _describe(self, block: int) -> str:
         holders = sorted(str(owner) for owner, blocks in self._holdings.items() if block in blocks)
-        return f"{self._states[block].value} block {block} (held by {', '.join(holders) or 'nobody'})"
+        return f"{self._states[block].name.lower()} block {block} (held by {', '.join(holders) or 'nobody'})"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum, IntEnum
+from enum import IntEnum
 from typing import NamedTuple
 
 
@@ -29,16 +29,16 @@ class Owner(NamedTuple):
         return f"{self.kind.name.lower()} {self.key}"
 
 
-class BlockState(Enum):
+class BlockState(IntEnum):
     """Where a block stands in its life."""
 
-    FREE = "free"
-    ACTIVE = "active"
-    CACHED = "cached"
-    EXPORTED = "exported"
-    IMPORTING = "importing"
-    DRAINING = "draining"
-    RESERVED = "reserved"
+    FREE = 0
+    ACTIVE = 1
+    CACHED = 2
+    EXPORTED = 3
+    IMPORTING = 4
+    DRAINING = 5
+    RESERVED = 6
 
 
 STATE_OF_HOLDER = {

@@ -6,6 +6,8 @@ end, so adding a block, and taking a run, costs the same however many there are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from protocol.errors import InvariantViolation
 
 _PROBES = 8
@@ -31,11 +33,20 @@ class FreeRuns:
         """Every run as ``(first, stop)``, in order."""
         return sorted(self._stop_of.items())
 
-    def add(self, block: int) -> None:
-        """``block`` is free now; it grows the runs beside it."""
-        start, stop = block, block + 1
-        if block in self._start_of:
-            start = self._start_of[block]
+    def add(self, blocks: Sequence[int]) -> None:
+        """``blocks``, at least one and all different, are free now; they grow the runs beside them."""
+        ordered = sorted(blocks)
+        start = stop = ordered[0]
+        for block in ordered:
+            if block != stop:
+                self._join(start, stop)
+                start = block
+            stop = block + 1
+        self._join(start, stop)
+
+    def _join(self, start: int, stop: int) -> None:
+        if start in self._start_of:
+            start = self._start_of[start]
             self._unfile(start)
         if stop in self._stop_of:
             after = stop

@@ -31,13 +31,15 @@ class Stepper:
     Attributes:
         steps: forward steps finished.
         step_seconds: time spent in them.
-        pace: what they take lately.
+        pace: what they take lately; of an engine that decodes, those that compute no prompt: a token of a prompt adds
+            to a step little of what a further sequence does.
         gaps: from the end of a step to the begin of the next, in the engine's thread, where :meth:`rest` was not called
             in between. The model stands still meanwhile.
     """
 
-    def __init__(self, runner: ModelRunner, executor: ThreadPoolExecutor) -> None:
+    def __init__(self, runner: ModelRunner, executor: ThreadPoolExecutor, *, decodes: bool = True) -> None:
         self.runner = runner
+        self._decodes = decodes
         self.steps = 0
         self.step_seconds = 0.0
         self.pace = StepPace()
@@ -81,7 +83,7 @@ class Stepper:
         except BaseException:
             executor.shutdown(wait=False)
             raise
-        return cls(runner, executor)
+        return cls(runner, executor, decodes=decodes)
 
     async def execute(self, chunks: Sequence[Chunk], watch: LayerWatch | None = None) -> list[Draw | None]:
         """One forward step of the whole batch; see :meth:`ModelRunner.execute`.
@@ -99,7 +101,9 @@ class Stepper:
             watch = LayerWatch(watch.every, partial(_tell_on, loop, watch.tell))
         try:
             draws = await loop.run_in_executor(self._executor, self._step, chunks, watch)
-            self.pace.add(sum(len(chunk.token_ids) for chunk in chunks), time.monotonic() - entered)
+            tokens = sum(len(chunk.token_ids) for chunk in chunks)
+            if not self._decodes or tokens == len(chunks):
+                self.pace.add(tokens, time.monotonic() - entered)
             return draws
         finally:
             self.steps += 1

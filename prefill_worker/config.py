@@ -28,6 +28,7 @@ class PrefillConfig:
         secret: what everybody must know who speaks with this worker; empty lets everybody in.
         incarnation: of this life of the name, higher than that of the life before; 0 takes the clock.
         gpudirect: whether RDMA reads and writes a pool on a GPU itself: where it can, always, or never.
+        link_gbit: what this host's network carries, in Gbit/s; None asks the system.
         layers_per_ship: the last chunk of a prompt ships in ranges of so many layers while its later ones compute;
             0 ships it whole, once its step has ended, and so does a pool on a GPU.
         staging_bytes: memory at most in which blocks are made that cannot go straight from the pool: the decode
@@ -53,6 +54,7 @@ class PrefillConfig:
     secret: str = field(default="", repr=False)
     incarnation: int = 0
     gpudirect: GpuDirect = "auto"
+    link_gbit: float | None = None
     layers_per_ship: int = 15
     staging_bytes: int = 64 << 20
     max_waiting: int = 1024
@@ -67,6 +69,7 @@ class PrefillConfig:
             ("transport", self.transport in MODES, f"one of {', '.join(MODES)}"),
             ("streams", 1 <= self.streams <= 64, "in [1, 64]"),
             ("gpudirect", self.gpudirect in GPUDIRECT, f"one of {', '.join(GPUDIRECT)}"),
+            ("link_gbit", self.link_gbit is None or 0.0 < self.link_gbit <= 1e6, "in (0, 1e6], or None"),
             ("incarnation", 0 <= self.incarnation < 1 << 63, "in [0, 2**63)"),
             ("transfer_timeout", self.transfer_timeout > 0, "above 0"),
             ("layers_per_ship", 0 <= self.layers_per_ship <= 1 << 20, "in [0, 1048576]"),

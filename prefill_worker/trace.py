@@ -61,9 +61,9 @@ class PrefillTrace(WorkerTrace[PrefillLeg]):
             case Abort(error=error):
                 leg.error, leg.ended = error, now
                 self.legs.close(leg.key)
-            case Cancel():
+            case Cancel(satisfied=satisfied) if leg.cancelled is None:
                 # Its forks may still want it; when nobody does the worker forgets it.
-                leg.cancelled, leg.ended = True, now
+                leg.cancelled, leg.ended = not satisfied, now
 
     def said(self, leg: PrefillLeg, message: Message, now: float) -> None:
         """See :meth:`WorkerTrace.said`."""

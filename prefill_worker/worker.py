@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -28,6 +27,7 @@ from engine.step_watch import StepWatch
 from kv_transfer.transport import TransportConfig
 from prefill_worker.config import PrefillConfig
 from prefill_worker.exports import Exports
+from prefill_worker.profile import profile_of
 from prefill_worker.refusal import refusal
 from prefill_worker.ring import Ring
 from prefill_worker.scheduler import PrefillScheduler
@@ -129,18 +129,7 @@ class PrefillWorker:
             watch=self._trace,
         )
         resources.push_async_callback(self._exports.close)
-        self.profile = WorkerProfile(
-            role="prefill",
-            model=self.config.model_name,
-            vocab_size=runner.vocab_size,
-            max_model_len=runner.max_model_len,
-            layout=runner.layout,
-            num_blocks=runner.num_blocks,
-            peer_endpoint=self._hub.endpoint,
-            device=str(runner.device),
-            pid=os.getpid(),
-            step_tokens=settings.max_batch_tokens,
-        )
+        self.profile = profile_of(self.config, runner, self._hub.endpoint)
         self._link = WorkerLink(
             context,
             self.me,

@@ -13,7 +13,6 @@ import hmac
 from dataclasses import dataclass, field
 
 import zmq
-import zmq.asyncio
 from zmq.utils import z85
 
 
@@ -47,12 +46,12 @@ class CurveKeys:
         """The keys of the cluster with that secret; None where there is none, and frames go in the clear."""
         return cls(_pair(secret, "hub"), _pair(secret, "spoke")) if secret else None
 
-    def guard(self, socket: zmq.asyncio.Socket) -> None:
+    def guard(self, socket: zmq.Socket[bytes]) -> None:
         """Let a socket that is to be bound hear nobody without the keys."""
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.hub.private)
 
-    def present(self, socket: zmq.asyncio.Socket) -> None:
+    def present(self, socket: zmq.Socket[bytes]) -> None:
         """Let a socket that is to be connected speak to nobody without the keys."""
         socket.setsockopt(zmq.CURVE_SERVERKEY, self.hub.public)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self.spoke.public)

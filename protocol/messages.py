@@ -66,6 +66,7 @@ class WorkerProfile(msgspec.Struct, frozen=True, kw_only=True):
         step_tokens: that a step of it takes at most; 0 where that is not told.
         prefills: whether it computes prompts beside its decode steps when it is sent a Prefill (decode only).
         max_sequences: that a step of it takes at most; 0 where that is not told.
+        link_rate: bytes per second that its network could carry from and to other hosts; 0 where that is not known.
     """
 
     role: Role
@@ -81,6 +82,7 @@ class WorkerProfile(msgspec.Struct, frozen=True, kw_only=True):
     step_tokens: Count = 0
     prefills: bool = False
     max_sequences: Count = 0
+    link_rate: Annotated[float, msgspec.Meta(ge=0.0, le=1e15)] = 0.0
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -226,10 +228,15 @@ class Reserve(msgspec.Struct, frozen=True, kw_only=True, tag="reserve"):
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
-    """Router to either leg: this attempt is over. Idempotent; may overtake the message that opens the attempt."""
+    """Router to either leg: this attempt is over. Idempotent; may overtake the message that opens the attempt.
+
+    Attributes:
+        satisfied: since the client has all that it wants, as after a stop string; nobody has given anything up.
+    """
 
     key: RequestKey
     reason: Text = ""
+    satisfied: bool = False
 
 
 class Tokens(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):

@@ -7,9 +7,6 @@ to that.
 
 from __future__ import annotations
 
-import asyncio
-from typing import cast
-
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
@@ -19,6 +16,7 @@ from protocol.connections import RECONNECT_AFTER, Connections
 from protocol.curve import CurveKeys
 from protocol.errors import AuthenticationFailed, ConfigError, StartFailed
 from protocol.ids import Peer
+from protocol.loop_socket import LoopSocket
 from protocol.messages import Envelope, Message
 
 HIGH_WATER_MARK = 100_000
@@ -28,7 +26,7 @@ COMES, GOES = zmq.Event.ACCEPTED, zmq.Event.DISCONNECTED
 REFUSED = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_AUTH
 
 
-def _options(socket: zmq.asyncio.Socket) -> None:
+def _options(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
@@ -38,7 +36,7 @@ def _options(socket: zmq.asyncio.Socket) -> None:
     socket.setsockopt(zmq.IPV6, 0)
 
 
-def _news(context: zmq.asyncio.Context, socket: zmq.asyncio.Socket, events: int) -> zmq.asyncio.Socket:
+def _news(context: zmq.asyncio.Context, socket: zmq.Socket[bytes], events: int) -> zmq.asyncio.Socket:
     """Where libzmq tells of a socket's connections."""
     endpoint = f"inproc://connections-of-{int(socket.FD)}"
     news: zmq.asyncio.Socket = context.socket(zmq.PAIR)
@@ -49,16 +47,11 @@ def _news(context: zmq.asyncio.Context, socket: zmq.asyncio.Socket, events: int)
     return news
 
 
-def _close(socket: zmq.asyncio.Socket, news: zmq.asyncio.Socket | None) -> None:
-    if news is not None and not socket.closed:
-        socket.monitor(None, 0)
+def _close(socket: LoopSocket, news: zmq.asyncio.Socket | None) -> None:
+    if news is not None and not socket.raw.closed:
+        socket.raw.monitor(None, 0)
         news.close(linger=0)
-    socket.close(linger=0)
-
-
-def _queued(sent: object) -> None:
-    # With DONTWAIT pyzmq completes the future before it returns it, so its result, or its error, is there now.
-    cast("asyncio.Future[object]", sent).result()
+    socket.close()
 
 
 class Hub:
@@ -89,19 +82,18 @@ class Hub:
     ) -> None:
         self.me = me
         self.renewed = False
-        self._socket: zmq.asyncio.Socket = context.socket(zmq.ROUTER)
-        _options(self._socket)
+        self._socket = LoopSocket(context, zmq.ROUTER)
+        raw = self._socket.raw
+        _options(raw)
         if keys is not None:
-            keys.guard(self._socket)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            keys.guard(raw)
+        raw.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # A peer that reconnects under its old identity takes it over from the dead connection.
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        # What is there already is taken by this one: it costs a third of what it costs with a future for each frame.
-        self._ready: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket.underlying)
+        raw.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._connections = Connections()
-        self._news = _news(context, self._socket, COMES | GOES) if watched else None
+        self._news = _news(context, raw, COMES | GOES) if watched else None
         try:
-            self._socket.bind(bind)
+            raw.bind(bind)
         except zmq.ZMQError as error:
             self.close()
             raise StartFailed(f"{me.name} cannot bind {bind}: {error}") from error
@@ -109,7 +101,7 @@ class Hub:
     @property
     def endpoint(self) -> str:
         """The bound address, with the port that was really taken."""
-        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        return self._socket.raw.getsockopt_string(zmq.LAST_ENDPOINT)
 
     async def receive(self) -> tuple[bytes, Envelope]:
         """The next ``(identity, envelope)``.
@@ -117,18 +109,19 @@ class Hub:
         Raises:
             ProtocolError: a frame that does not decode; the next call goes on with the next frame.
         """
-        if not self._connections.nameless:
-            self.renewed = False
-            try:
-                identity, *_, frame = self._ready.recv_multipart(zmq.DONTWAIT)
-            except zmq.Again:
-                identity, *_, frame = await self._socket.recv_multipart()
-            return identity, decode(frame)
-        # Frames that know their connection cost some microseconds more each.
-        sender, *_, last = await self._socket.recv_multipart(copy=False)
-        identity = sender.bytes
-        self.renewed = self._connections.named(int(last.get(zmq.SRCFD)), identity)
-        return identity, decode(last.bytes)
+        self.renewed = False
+        while True:
+            if not self._connections.nameless:
+                parts = self._socket.take()
+                if parts is not None:
+                    return parts[0], decode(parts[-1])
+            else:
+                frames = self._socket.take_frames()
+                if frames is not None:
+                    identity, last = frames[0].bytes, frames[-1]
+                    self.renewed = self._connections.named(int(last.get(zmq.SRCFD)), identity)
+                    return identity, decode(last.bytes)
+            await self._socket.came()
 
     async def left(self) -> bytes:
         """The identity of the next peer whose connection has ended, as its process's death ends it.
@@ -147,11 +140,7 @@ class Hub:
 
     def send(self, identity: bytes, body: Message) -> bool:
         """Queue ``body`` for a peer; False when it is gone or too far behind. Never blocks."""
-        try:
-            _queued(self._socket.send_multipart((identity, encode(self.me, body)), flags=zmq.DONTWAIT))
-        except zmq.ZMQError:
-            return False
-        return True
+        return self._socket.give((identity, encode(self.me, body)))
 
     def close(self) -> None:
         """Close at once; what is queued is dropped."""
@@ -182,20 +171,21 @@ class Spoke:
     ) -> None:
         self.me = me
         self.endpoint = endpoint
-        self._socket: zmq.asyncio.Socket = context.socket(zmq.DEALER)
-        _options(self._socket)
+        self._socket = LoopSocket(context, zmq.DEALER)
+        raw = self._socket.raw
+        _options(raw)
         # A half-open connection must be noticed, or a re-started peer on the same address stays unreachable. Only this
         # side asks; the hub closes a connection that has not asked for so long. A hub that asked too would end its
         # process: libzmq asserts when the time comes to ask a peer that left while its queue here was full.
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
-        self._socket.setsockopt(zmq.HEARTBEAT_TTL, 5000)
-        self._socket.setsockopt(zmq.IDENTITY, str(me).encode())
+        raw.setsockopt(zmq.HEARTBEAT_IVL, 1000)
+        raw.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
+        raw.setsockopt(zmq.HEARTBEAT_TTL, 5000)
+        raw.setsockopt(zmq.IDENTITY, str(me).encode())
         if keys is not None:
-            keys.present(self._socket)
-        self._news = _news(context, self._socket, zmq.Event.HANDSHAKE_SUCCEEDED | REFUSED) if watched else None
+            keys.present(raw)
+        self._news = _news(context, raw, zmq.Event.HANDSHAKE_SUCCEEDED | REFUSED) if watched else None
         try:
-            self._socket.connect(endpoint)
+            raw.connect(endpoint)
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(f"endpoint must be an address, got {endpoint!r}: {error}", field="endpoint") from error
@@ -206,7 +196,9 @@ class Spoke:
         Raises:
             ProtocolError: a frame that does not decode.
         """
-        return decode(await self._socket.recv())
+        while (parts := self._socket.take()) is None:
+            await self._socket.came()
+        return decode(parts[-1])
 
     async def connected(self) -> None:
         """Return when a connection has been made: the first, or one after the other was lost.
@@ -221,11 +213,7 @@ class Spoke:
 
     def send(self, body: Message) -> bool:
         """Queue ``body``; False when the peer is too far behind. Never blocks."""
-        try:
-            _queued(self._socket.send(encode(self.me, body), flags=zmq.DONTWAIT))
-        except zmq.ZMQError:
-            return False
-        return True
+        return self._socket.give((encode(self.me, body),))
 
     def close(self) -> None:
         """Close at once; what is queued is dropped."""

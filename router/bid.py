@@ -9,7 +9,7 @@ import numpy as np
 
 from router.columns import Floats, Rows
 from router.explanations import DECODE_FIELDS, PREFILL_FIELDS, Candidates
-from router.forecast import forecast_local
+from router.forecast import Crossing, crossing, forecast_local
 from router.policy import Choice, Snapshot
 
 
@@ -20,8 +20,8 @@ class Bid(NamedTuple):
         prefill, decode: rows; no decode where none is needed.
         local: why the decode worker prefills, which is then both; "" where a prefill worker does.
         uncached: tokens that would be computed.
-        ttft, tpot, transfer: as predicted; without decode there are but the first.
-        crossing: of what the decode worker lacks, over its link.
+        ttft, tpot: as predicted; without decode there is but the first.
+        blocks: what those that decode lacks take; None where none cross.
         prefill_candidates, decode_candidates: who was looked at; None where nobody wants to know.
     """
 
@@ -31,8 +31,7 @@ class Bid(NamedTuple):
     uncached: float
     ttft: float
     tpot: float | None
-    transfer: float | None
-    crossing: float
+    blocks: Crossing | None
     prefill_candidates: Candidates | None
     decode_candidates: Candidates | None
 
@@ -64,8 +63,7 @@ def bid_of(snapshot: Snapshot, choice: Choice, *, explained: bool) -> Bid:
         float(told.uncached[prefill]),
         float(ttft[prefill]),
         None if decode is None else float(told.tpot[decode]),
-        None if decode is None else float(told.transfer[decode]),
-        0.0 if decode is None else float(told.crossing[decode]),
+        None if decode is None or decode == prefill else crossing(fleet, told, prefill, decode),
         here,
         there,
     )

@@ -43,8 +43,6 @@ class Columns:
     beside: Floats
     room: Floats
     block_size: Floats
-    crossing: Floats
-    link_until: Floats
     joined: Floats
     waiting: Floats
     slots: Floats

@@ -300,8 +300,8 @@ class Dispatcher:
                     self._workers_changed(self._registry.unreachable(peer), now)
                     for each in (live, *self._carried_by(message)):
                         self._advance(each, each.machine.worker_lost(peer, "it cannot be reached", now), now)
-            case SendCancel(peer, key, reason):
-                self._send_to(peer, Cancel(key=key, reason=reason))
+            case SendCancel(peer, key, reason, satisfied):
+                self._send_to(peer, Cancel(key=key, reason=reason, satisfied=satisfied))
             case Blame(peers, cause):
                 self._blame(peers, cause.message, now)
             case Retry(cause, attempt):
@@ -377,6 +377,8 @@ class Dispatcher:
             if emit.stage is Stage.PREFILLED and live.decision is not None:
                 self._desk.stirred = True
                 metrics.foretold(live.decision, self._placer.first_token(live.decision, now))
+            elif emit.stage is Stage.TAKEN_OVER and live.decision is not None:
+                self._placer.taken_over(live.decision, report.kv_bytes, report.ship_s, now)
             live.answered = True
             self._credit(live.placement, emit.stage, now)
         live.mailbox.put(emit.token_ids, emit.finish_reason, report, emit.logprobs, emit.prompt_logprobs)
@@ -390,11 +392,9 @@ class Dispatcher:
 
     def _forget(self, live: LiveRequest, now: float) -> None:
         machine = live.machine
-        first = machine.timeline.first_token
         if self._live.pop(machine.request_id, None) is None:
             return
         self._desk.forget(live)
-        # Where several attempts gave the tokens, none of them tells of a worker.
-        if live.decision is not None and first is not None and not machine.attempt:
-            self._placer.ended(live.decision, machine.emitted, now - first)
-        live.over(self._placer, now, computed=first is not None)
+        if live.decision is not None:
+            self._placer.ended(live.decision, machine.emitted, now)
+        live.over(self._placer, now, computed=machine.timeline.first_token is not None)

@@ -63,8 +63,10 @@ class Decision:
         at: when (monotonic seconds).
         local_prefill: why the decode worker prefills; "" where a prefill worker does.
         prefill, decode: the chosen incarnations.
-        predicted_ttft, predicted_tpot, predicted_transfer: in seconds; no decode, no output after the first token.
-        measured_ttft, measured_tpot: from ``at`` on; None until they are known.
+        predicted_ttft, predicted_tpot, predicted_transfer: in seconds; no decode, no output after the first token; one
+            worker alone, no transfer.
+        taken_over: when decode's first token came.
+        measured_ttft, measured_tpot: from ``at``, and from ``taken_over`` on; None until they are known.
         charged_tokens, charged_prompt, charged_sequences: what the fleet still reckons with at the two workers: tokens
             that are to be computed, of a prompt of so many, and sequences.
         admission: how it was let in, ready for JSON; None of further attempts.
@@ -84,6 +86,7 @@ class Decision:
     predicted_transfer: float | None
     prefill_candidates: Candidates | None
     decode_candidates: Candidates | None
+    taken_over: float | None = None
     measured_ttft: float | None = None
     measured_tpot: float | None = None
     charged_tokens: float = 0.0

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
 from protocol.ids import Peer, Role
-from router.account import Account, bounded
+from router.account import Account
 from router.columns import FIRST_ROWS, Bools, Columns, Rows
 from router.lane import Lane
+from router.links import Links
 from router.pairing import mismatch
 from router.recent_work import RecentWork
 from router.registry import Worker
+from router.role_correction import RoleCorrection
 from router.role_pace import ASSUMED, RolePace
 
 Work = Literal["prefill", "decode", "local"]
@@ -31,10 +33,6 @@ SMALL = 64
 """Rows up to which workers are looked at one by one."""
 STEP_TOKENS = 512
 """Tokens that a step is taken to have room for where a worker does not tell."""
-COMMON_GAIN = 0.1
-"""Weight of each measured time in the correction of a role."""
-LINK = 1e9
-"""Bytes per second that are assumed where no block has crossed yet."""
 
 
 class Fleet:
@@ -53,15 +51,16 @@ class Fleet:
         seeds: of draws, by the workers' names.
         newest: the last time at which one joined.
         recent: prompts that prefill workers were sent lately.
-        link_busy: when the last of all links has carried what this router has sent over it, or later.
+        links: between workers.
     """
 
     def __init__(self, model: str, slow_start: float = 0.0) -> None:
         self._model = model
         self._slow_start = slow_start
         self._begun: float | None = None
-        self.newest = self.link_busy = -np.inf
+        self.newest = -np.inf
         self.recent = RecentWork(FIRST_ROWS)
+        self.links = Links(FIRST_ROWS)
         self.workers: list[Worker | None] = []
         self.lanes: list[Lane] = []
         self._columns = Columns()
@@ -71,7 +70,7 @@ class Fleet:
         self.decode: Bools = np.zeros(FIRST_ROWS, dtype=bool)
         self.prefills: Bools = np.zeros(FIRST_ROWS, dtype=bool)
         self.seeds = np.zeros(FIRST_ROWS, dtype=np.uint64)
-        self.common: dict[Work, float] = {"prefill": 1.0, "decode": 1.0, "local": 1.0}
+        self.common: dict[Work, RoleCorrection] = {work: RoleCorrection() for work in get_args(Work)}
         self._paces: dict[Role, RolePace] = {role: RolePace(line) for role, line in ASSUMED.items()}
         self._able: dict[str, Rows] = {}
         self._takers: dict[str, list[int]] = {}
@@ -193,13 +192,6 @@ class Fleet:
         lane.write_prompts()
         self._written.add(row)
 
-    def send_blocks(self, row: int, seconds: float, now: float) -> None:
-        """Blocks will cross the link of a worker, for so long."""
-        lane = self.lanes[row]
-        lane.link_until = max(lane.link_until, now) + seconds
-        self.link_busy = max(self.link_busy, lane.link_until)
-        self._written.add(row)
-
     def claim(self, row: int, tokens: float) -> None:
         """What this router has just sent there will take room for so many tokens."""
         self.lanes[row].claimed += tokens
@@ -231,7 +223,7 @@ class Fleet:
                 lane.write_sequences()
                 self._written.add(row)
 
-    def correct(self, peer: Peer, work: Work, ratio: float) -> None:
+    def correct(self, peer: Peer, work: Work, ratio: float, now: float) -> None:
         """What was predicted of a worker took ``ratio`` times as long.
 
         Most of that is its whole role's: load that came after the prediction, or steps that all take for longer than
@@ -240,7 +232,7 @@ class Fleet:
         row = self.find(peer)
         if row is None:
             return
-        self.common[work] = bounded(self.common[work] * ratio**COMMON_GAIN)
+        self.common[work].correct(ratio, now)
         if work != "local":  # a decode worker's own is that of its other steps
             self.lanes[row].account.correct(ratio)
             self._write(row)
@@ -257,6 +249,7 @@ class Fleet:
             self.prefills = np.concatenate((self.prefills, nobody))
             self.seeds = np.concatenate((self.seeds, np.zeros_like(self.seeds)))
             self.recent.grow(len(self))
+            self.links.grow(len(self))
             self._columns = Columns(len(self))
             self._written.update(range(len(self.lanes)))
         self._rows[name] = row
@@ -272,7 +265,7 @@ class Fleet:
             self.newest = max(self.newest, lane.joined)
             lane.account = Account(faded=now)
             self.recent.forget(row)
-            lane.link_until = now
+            self.links.forget(row, now)
         self.workers[row] = worker
         account, heard = lane.account, before is None or before.load is not load
         able = worker.accepts_work and profile.model == self._model
@@ -283,6 +276,7 @@ class Fleet:
             account.come_back(load.steps)
         if moved or renewed:
             self._changed()
+            self.links.know(row, profile)
             self.prefill[row] = able and profile.role == "prefill"
             self.decode[row] = able and profile.role == "decode"
             self.prefills[row] = profile.prefills
@@ -292,12 +286,12 @@ class Fleet:
         lane.slots = profile.max_sequences or np.inf
         lane.empty = load.empty_slots
         lane.paced = bool(load.step_fixed or load.step_per_token)
-        link = load.kv_bytes / load.kv_seconds if load.kv_seconds > 0 and load.kv_bytes else LINK
-        lane.crossing = profile.layout.block_bytes / size / link
         if heard:
+            last = None if before is None or before.peer != worker.peer else before
             lane.waiting, lane.claimed = load.waiting_tokens, 0.0
             account.hear(load.waiting_tokens, load.running + load.waiting, now)
-            self._measure(account, worker, None if before is None or before.peer != worker.peer else before, now)
+            self.links.hear(row, None if last is None else last.load, load, now)
+            self._measure(account, worker, last, now)
         self._write(row)
 
     def _changed(self) -> None:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from router.columns import Floats
+from router.columns import Floats, Rows
 from router.fleet import Fleet
+from router.links import Links
 
 SLOWEST = 0.1
 """Share of its speed that a worker which has just joined is trusted with; the rest comes with time."""
@@ -34,14 +35,14 @@ class Forecast:
         ttft: to the first token.
         compute: part of that in which this prompt is computed, and its blocks cross.
         missing: tokens whose KV would have to cross.
-        crossing: of their bytes over its link.
-        transfer: until they have crossed, what is ahead of them on that link included.
+        transfer: until they have crossed its own link, what is ahead of them there included.
         running: sequences that are there or on their way.
         tpot: per output token.
         wait: for room.
         speed: share of its speed that a worker is trusted with; for who chooses, it is no part of the times.
         settled: whether that is all of it for each.
         waits: whether anyone is to be waited for.
+        now: when this is predicted.
     """
 
     queue: Floats
@@ -49,7 +50,6 @@ class Forecast:
     ttft: Floats
     compute: Floats
     missing: Floats
-    crossing: Floats
     transfer: Floats
     running: Floats
     tpot: Floats
@@ -57,6 +57,7 @@ class Forecast:
     speed: Floats
     settled: bool
     waits: bool
+    now: float
 
 
 def forecast(fleet: Fleet, length: int, cached: Floats, now: float, slow_start: float) -> Forecast:
@@ -68,13 +69,12 @@ def forecast(fleet: Fleet, length: int, cached: Floats, now: float, slow_start: 
     if not missing.all():
         uncached = np.where(missing > 0.0, missing, np.minimum(columns.block_size, length))
     compute = uncached * columns.pace
-    crossing = missing * columns.crossing
     ttft = columns.backlog - np.minimum(now - columns.since, columns.head)
     ttft += compute
     # A step that is not full takes its fixed part all the same.
     ttft += columns.fixed
     ttft *= columns.correction
-    ttft *= fleet.common["prefill"]
+    ttft *= fleet.common["prefill"].at(now)
     short = columns.room < missing
     waits = bool(short.any())
     wait, speed = np.where(short, ROOM_WAIT, 0.0) if waits else columns.zeros, columns.ones
@@ -87,15 +87,71 @@ def forecast(fleet: Fleet, length: int, cached: Floats, now: float, slow_start: 
         ttft=ttft,
         compute=compute,
         missing=missing,
-        crossing=crossing,
-        transfer=crossing + np.maximum(columns.link_until - now, 0.0) if fleet.link_busy > now else crossing,
+        transfer=missing * fleet.links.token_bytes * fleet.links.pace + np.maximum(fleet.links.until - now, 0.0),
         running=columns.sequences,
-        tpot=columns.step * columns.correction * fleet.common["decode"],
+        tpot=columns.step * columns.correction * fleet.common["decode"].at(now),
         wait=wait,
         speed=speed,
         settled=settled,
         waits=waits,
+        now=now,
     )
+
+
+def lateness(fleet: Fleet, told: Forecast, rows: Rows, partners: Rows) -> Floats | None:
+    """Seconds by which a prompt's last block comes to a decode worker after the prompt is computed.
+
+    Args:
+        fleet: of the workers.
+        told: of the prompt.
+        rows: of prefill workers.
+        partners: of decode workers; a row each of what is returned. None where nothing is late for certain.
+    """
+    links, now = fleet.links, told.now
+    nbytes, computes = told.missing[partners] * links.token_bytes[partners], told.compute[rows]
+    ahead = max(0.0, float(links.until[partners].max()) - now, float(links.until[rows].max()) - now)
+    if float(nbytes.max()) * links.most(now) + ahead <= float(computes.min()):
+        return None
+    return late_pairs(links, nbytes, computes, told.ttft[rows], rows, partners, now)
+
+
+def late_pairs(
+    links: Links, nbytes: Floats, computes: Floats, ttft: Floats, rows: Rows, partners: Rows, now: float
+) -> Floats:
+    """The same by the bytes that each of ``partners`` lacks, and the times of each of ``rows``."""
+    ahead = np.maximum(np.maximum(links.until[partners][:, None], links.until[rows]) - now, 0.0)
+    alone = nbytes[:, None] * links.paces(partners, rows, now)
+    # Blocks go while they are computed, and the links get on while the prompt waits.
+    late: Floats = np.maximum(np.maximum(alone - computes, ahead + alone - ttft), 0.0)
+    return late
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """What the blocks of a prompt take from one prefill worker to one decode worker; in seconds.
+
+    Attributes:
+        alone: of their bytes over the links of both.
+        ahead: until these have carried what was sent before.
+        late: by which the last of them comes after the prompt is computed.
+    """
+
+    alone: float
+    ahead: float
+    late: float
+
+
+def crossing(fleet: Fleet, told: Forecast, row: int, partner: int) -> Crossing:
+    """From the prefill worker ``row`` to the decode worker ``partner``."""
+    missing, computes, ttft = float(told.missing[partner]), float(told.compute[row]), float(told.ttft[row])
+    return cross(fleet.links, missing, computes, ttft, row, partner, told.now)
+
+
+def cross(links: Links, missing: float, computes: float, ttft: float, row: int, partner: int, now: float) -> Crossing:
+    """The same where ``partner`` lacks so many tokens, by the times of ``row``."""
+    alone = missing * float(links.token_bytes[partner]) * links.pair(row, partner, now)
+    ahead = links.ahead(row, partner, now)
+    return Crossing(alone, ahead, max(alone - computes, ahead + alone - ttft, 0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +173,6 @@ def forecast_local(fleet: Fleet, told: Forecast) -> LocalForecast:
     tokens = told.queue + told.uncached
     steps = np.ceil(tokens / columns.step_tokens)
     return LocalForecast(
-        ttft=(tokens * columns.beside + steps * columns.step) * fleet.common["local"],
+        ttft=(tokens * columns.beside + steps * columns.step) * fleet.common["local"].at(told.now),
         beside=told.running * told.uncached * columns.beside,
     )

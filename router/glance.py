@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+
 from router.bid import Bid
 from router.explanations import DECODE_FIELDS, PREFILL_FIELDS, Candidates
 from router.fleet import Fleet
-from router.forecast import HORIZON, ROOM_WAIT, SLOWEST
+from router.forecast import HORIZON, ROOM_WAIT, SLOWEST, cross, late_pairs
 from router.pair import cheapest
 from router.policy import CANDIDATES, LATE, LINK_USE, SPREAD, TOLERANCE, Demand
 
@@ -41,18 +43,33 @@ def glance(
         near = [place for place, each in enumerate(costs) if each <= bound]
         first = near[demand.turn % len(near)]
         _, uncached, ttft, *_ = here[first]
-        return Bid(rows[first], None, "", uncached, ttft, None, None, 0.0, seen, None), soonest
-    there = _decode(fleet, partners, length, cached, demand, now, start)
-    transfers = [numbers[2] for numbers in there]
-    first, second = cheapest(costs, [numbers[-1] for numbers in there], compute, transfers, TOLERANCE, demand.turn)
+        return Bid(rows[first], None, "", uncached, ttft, None, None, seen, None), soonest
+    there, nbytes = _decode(fleet, partners, length, cached, demand, now, start)
+    late = _late(fleet, here, compute, nbytes, now)
+    first, second = cheapest(costs, [numbers[-1] for numbers in there], late, TOLERANCE, demand.turn)
     prefill, decode = rows[first], partners[second]
     if not fleet.fit(prefill, decode):
         return None
     _, uncached, ttft, *_ = here[first]
-    _, missing, transfer, tpot, *_ = there[second]
-    crossing = missing * fleet.lanes[decode].crossing
+    _, missing, _, tpot, *_ = there[second]
+    blocks = cross(fleet.links, missing, compute[first], ttft, prefill, decode, now)
     others = Candidates(fleet.names, partners, DECODE_FIELDS, there)
-    return Bid(prefill, decode, "", uncached, ttft, tpot, transfer, crossing, seen, others), soonest
+    return Bid(prefill, decode, "", uncached, ttft, tpot, blocks, seen, others), soonest
+
+
+def _late(
+    fleet: Fleet, here: list[Numbers], compute: list[float], nbytes: list[float], now: float
+) -> list[list[float]] | None:
+    """See :func:`~router.forecast.lateness`; of all workers."""
+    links, rows, partners = fleet.links, fleet.able("prefill"), fleet.able("decode")
+    until = links.until.tolist()
+    ahead = max(0.0, max([until[row] for row in fleet.takers("decode")]) - now)
+    ahead = max(ahead, max([until[row] for row in fleet.takers("prefill")]) - now)
+    if max(nbytes) * links.most(now) + ahead <= min(compute):
+        return None
+    times = np.array(compute), np.array([numbers[2] for numbers in here])
+    late: list[list[float]] = late_pairs(links, np.array(nbytes), *times, rows, partners, now).tolist()
+    return late
 
 
 def _prefill(
@@ -65,7 +82,7 @@ def _prefill(
     start: float | None,
 ) -> tuple[list[Numbers], list[float], float]:
     """What each is judged by, the part of its time that computes this prompt, and the earliest first token of all."""
-    lanes, common, target = fleet.lanes, fleet.common["prefill"], demand.ttft_target
+    lanes, common, target = fleet.lanes, fleet.common["prefill"].at(now), demand.ttft_target
     weight = SPREAD * fleet.recent.mean
     found: list[Numbers] = []
     compute: list[float] = []
@@ -99,20 +116,23 @@ def _decode(
     demand: Demand,
     now: float,
     start: float | None,
-) -> list[Numbers]:
-    """What each is judged by."""
-    lanes, common, tokens = fleet.lanes, fleet.common["decode"], min(demand.output, HORIZON)
+) -> tuple[list[Numbers], list[float]]:
+    """What each is judged by, and the bytes of the blocks that it lacks."""
+    lanes, links, tokens = fleet.lanes, fleet.links, min(demand.output, HORIZON)
+    common = fleet.common["decode"].at(now)
+    token_bytes, pace, until = links.token_bytes.tolist(), links.pace.tolist(), links.until.tolist()
     found: list[Numbers] = []
+    nbytes: list[float] = []
     for row in rows:
         lane = lanes[row]
         missing = float(length - cached.get(row, 0))
-        until = lane.link_until
-        transfer = missing * lane.crossing
-        if until > now:
-            transfer += until - now
+        lacking = missing * token_bytes[row]
+        ahead = until[row] - now
+        transfer = lacking * pace[row] + (ahead if ahead > 0.0 else 0.0)
         tpot = lane.step * lane.correction * common
         speed = 1.0 if start is None else min(max((now - lane.joined) / start, SLOWEST), 1.0)
         wait = ROOM_WAIT if lane.room < missing else 0.0
         price = tpot * tokens / speed + wait + LINK_USE * transfer
+        nbytes.append(lacking)
         found.append((lane.sequences, missing, transfer, tpot, wait, speed, price))
-    return found
+    return found, nbytes

@@ -46,11 +46,15 @@ class SendPrefill:
 
 @dataclass(frozen=True, slots=True)
 class SendCancel:
-    """Close a leg that may still be open; nothing is lost when ``peer`` cannot be reached any more."""
+    """Close a leg that may still be open; nothing is lost when ``peer`` cannot be reached any more.
+
+    ``satisfied`` as in ``protocol.messages.Cancel``.
+    """
 
     peer: Peer
     key: RequestKey
     reason: str
+    satisfied: bool = False
 
 
 @dataclass(frozen=True, slots=True)

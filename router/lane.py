@@ -30,8 +30,6 @@ class Lane:
         beside: seconds of a prompt's token in a step that decodes: as prefill workers tell of theirs.
         room: tokens of the blocks that could be given out.
         block_size: of the layout.
-        crossing: seconds that a token's blocks take over its link.
-        link_until: when its link has carried all that this router has sent over it, as that was predicted.
         joined: when this incarnation was first seen; long ago for those that came with the first.
         waiting: prompt tokens that the last heartbeat had.
         slots: sequences that it steps side by side; infinite where that is not told.
@@ -55,8 +53,6 @@ class Lane:
     beside: float = 1.0
     room: float = 1.0
     block_size: float = 1.0
-    crossing: float = 1.0
-    link_until: float = 1.0
     joined: float = 1.0
     waiting: float = 1.0
     slots: float = 1.0

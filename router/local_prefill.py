@@ -12,7 +12,7 @@ from typing import Literal, get_args
 from protocol.errors import NoWorkerAvailable
 from router.columns import Rows
 from router.fleet import Fleet
-from router.forecast import HORIZON, forecast_local
+from router.forecast import HORIZON, crossing, forecast_local
 from router.policy import Choice, Demand, Ranking, Snapshot, penalties, place, place_alone
 
 LocalPrefill = Literal["never", "fallback", "short", "auto", "always"]
@@ -103,8 +103,8 @@ def _faster(snapshot: Snapshot, demand: Demand, apart: Choice) -> Choice:
     first, second = apart.prefill, apart.decode
     there = told.ttft[first] + told.wait[first]
     if second is not None:
-        there += max(told.transfer[second] - told.compute[first], 0.0) + told.transfer[second]
-        there += output[second] + told.wait[second]
+        blocks = crossing(fleet, told, first, second)
+        there += blocks.late + blocks.ahead + blocks.alone + output[second] + told.wait[second]
     if avoided is not None:
         there += avoided[first] + (0.0 if second is None else avoided[second])
     chosen = int(rows[alone[rows].argmin()])

@@ -149,6 +149,27 @@ class Alert(_Told, frozen=True, kw_only=True):
     text: str
 
 
+class ClassOverview(_Told, frozen=True, kw_only=True):
+    """One class of requests, where a router has such. Requests that start as one count as one.
+
+    Attributes:
+        ttft_s, tpot_s: promised; 0 promises nothing.
+        waiting: in the router, for their turn.
+        admitted: let in so far.
+        refused: by reason.
+        kept, missed: finished requests by target, ``ttft`` or ``tpot``.
+    """
+
+    name: str
+    ttft_s: float
+    tpot_s: float
+    waiting: int
+    admitted: int
+    refused: dict[str, int] = {}
+    kept: dict[str, int] = {}
+    missed: dict[str, int] = {}
+
+
 class ClusterOverview(_Told, frozen=True, kw_only=True):
     """A router and the workers that it knows.
 
@@ -156,6 +177,7 @@ class ClusterOverview(_Told, frozen=True, kw_only=True):
         uptime_s: of this router; two overviews of one router are so many seconds apart as theirs differ by.
         live_requests: how many are under way.
         requests: the same by state.
+        classes: of requests, and what waits of each; none where requests go to workers as they come.
         latency: ``ttft``, ``tpot``, ``handoff``, ``queue`` and ``e2e``, of all requests so far.
     """
 
@@ -166,6 +188,7 @@ class ClusterOverview(_Told, frozen=True, kw_only=True):
     max_model_len: int | None = None
     uptime_s: float = 0.0
     requests: LiveStates = LiveStates()
+    classes: tuple[ClassOverview, ...] = ()
     totals: RouterTotals = RouterTotals()
     latency: dict[str, Latency] = {}
     alerts: tuple[Alert, ...] = ()

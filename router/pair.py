@@ -1,7 +1,4 @@
-"""The pair of a prefill and a decode worker that costs least, where costs are seconds and candidates few.
-
-A pair's cost is the sum of both, and the time by which the blocks cross for longer than prefill takes to compute them.
-"""
+"""The pair of a prefill and a decode worker that costs least, where costs are seconds and candidates few."""
 
 from __future__ import annotations
 
@@ -11,8 +8,7 @@ from collections.abc import Sequence
 def cheapest(
     here: Sequence[float],
     there: Sequence[float],
-    compute: Sequence[float],
-    transfer: Sequence[float],
+    late: Sequence[Sequence[float]] | None,
     tolerance: float,
     turn: int,
 ) -> tuple[int, int]:
@@ -21,47 +17,29 @@ def cheapest(
     Args:
         here: cost of each prefill worker.
         there: cost of each decode worker.
-        compute: what of the prefill workers' hides a transfer.
-        transfer: how long blocks take to the decode workers.
+        late: what each pair costs more, by the decode worker and then by the prefill worker; None where none does.
         tolerance: share of the less of the two least costs by which an equal may cost more.
         turn: grows by one for each placement.
     """
-    least, hides = min(here), min(compute)
-    slack = tolerance * min(least, min(there))
-    if max(transfer) <= hides:
-        return _hidden(here, there, min(there) + least + slack, turn)
-    first, hides = here.index(least), max(compute)
-    # Sums only grow by what is added to them: who is too dear with the best there could be is no equal of the least.
-    known = compute[first]
-    bound = slack + min(
-        [part + least + (each - known if each > known else 0.0) for part, each in zip(there, transfer, strict=True)]
-    )
-    right = [
-        place
-        for place, (part, each) in enumerate(zip(there, transfer, strict=True))
-        if part + least + (each - hides if each > hides else 0.0) <= bound
+    least_here, least_there = min(here), min(there)
+    slack = tolerance * min(least_here, least_there)
+    if late is None:
+        return _sums(here, there, least_there + least_here + slack, turn)
+    costs = [
+        part + cost + more
+        for part, beside in zip(there, late, strict=True)
+        for cost, more in zip(here, beside, strict=True)
     ]
-    part, each = min([there[place] for place in right]), min([transfer[place] for place in right])
-    left = [
-        place
-        for place, (cost, hides) in enumerate(zip(here, compute, strict=True))
-        if part + cost + (each - hides if each > hides else 0.0) <= bound
-    ]
-    found = []
-    for second in right:
-        part, each = there[second], transfer[second]
-        for first in left:
-            hides = compute[first]
-            found.append((part + here[first] + (each - hides if each > hides else 0.0), first, second))
-    bound = min(found)[0] + slack
-    near = [pair for pair in found if pair[0] <= bound]
-    _, first, second = near[turn % len(near)]
+    bound = min(costs) + slack
+    near = [place for place, cost in enumerate(costs) if cost <= bound]
+    second, first = divmod(near[turn % len(near)], len(here))
     return first, second
 
 
-def _hidden(here: Sequence[float], there: Sequence[float], bound: float, turn: int) -> tuple[int, int]:
-    """The same where every transfer is over before the prompt is computed, among the pairs up to a bound."""
+def _sums(here: Sequence[float], there: Sequence[float], bound: float, turn: int) -> tuple[int, int]:
+    """Where a pair costs what both do, among those up to a bound."""
     least_here, least_there = min(here), min(there)
+    # Sums only grow by what is added to them: who is too dear with the best partner there is no equal of the least.
     left = [place for place, cost in enumerate(here) if least_there + cost <= bound]
     right = [place for place, cost in enumerate(there) if cost + least_here <= bound]
     if max([there[place] for place in right]) + max([here[place] for place in left]) <= bound:

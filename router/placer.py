@@ -129,7 +129,7 @@ class Placer:
             decode=None if decode is None else decode.peer,
             predicted_ttft=bid.ttft,
             predicted_tpot=bid.tpot,
-            predicted_transfer=bid.transfer,
+            predicted_transfer=None if bid.blocks is None else bid.blocks.ahead + bid.blocks.alone,
             prefill_candidates=bid.prefill_candidates,
             decode_candidates=bid.decode_candidates,
             charged_tokens=bid.uncached,
@@ -139,8 +139,8 @@ class Placer:
         fleet.send_prompt(bid.prefill, bid.uncached, prompt.length, now)
         if bid.decode is not None:
             fleet.send_sequences(bid.decode, demand.sequences)
-            if bid.decode != bid.prefill:
-                fleet.send_blocks(bid.decode, bid.crossing, now)
+            if bid.blocks is not None:
+                fleet.links.send(bid.prefill, bid.decode, bid.blocks.alone, now)
             fleet.claim(bid.decode, demand.reserve)
         return Placement(prefill, decode, bid.local), decision
 
@@ -153,16 +153,30 @@ class Placer:
             return None
         decision.measured_ttft = now - decision.at
         work: Work = "local" if decision.local_prefill else "prefill"
-        self._correct(decision.prefill, work, decision.predicted_ttft, decision.measured_ttft)
+        self._correct(decision.prefill, work, decision.predicted_ttft, decision.measured_ttft, now)
         self._prompt_over(decision, now, computed=True)
         return abs(decision.measured_ttft - decision.predicted_ttft)
 
-    def ended(self, decision: Decision, tokens: int, seconds: float) -> None:
-        """A sequence of an attempt has ended, ``seconds`` after its first of ``tokens`` tokens."""
-        if tokens < LEAST_TOKENS or decision.decode is None or decision.predicted_tpot is None:
+    def taken_over(self, decision: Decision, nbytes: int, seconds: float, now: float) -> None:
+        """Decode's first token of an attempt came, whose blocks have taken so long to cross."""
+        if decision.taken_over is not None or decision.decode is None:
             return
-        decision.measured_tpot = seconds / (tokens - 1)
-        self._correct(decision.decode, "decode", decision.predicted_tpot, decision.measured_tpot)
+        decision.taken_over = now
+        here, there = self._fleet.find(decision.prefill), self._fleet.find(decision.decode)
+        if nbytes and seconds > 0.0 and here is not None and there is not None:
+            self._fleet.links.crossed(here, there, nbytes, seconds, now)
+
+    def ended(self, decision: Decision, tokens: int, now: float) -> None:
+        """A sequence of an attempt has ended, and all attempts of it gave so many tokens.
+
+        What passes until decode takes over is a wait for blocks, and says nothing of its steps; nor does one attempt
+        of several, since which tokens were its own is not told here.
+        """
+        began, predicted = decision.taken_over, decision.predicted_tpot
+        if tokens < LEAST_TOKENS or decision.attempt or decision.decode is None or began is None or predicted is None:
+            return
+        decision.measured_tpot = (now - began) / (tokens - 2)
+        self._correct(decision.decode, "decode", predicted, decision.measured_tpot, now)
 
     def release(self, decision: Decision, now: float, *, computed: bool) -> None:
         """A sequence of an attempt is over, however it ended: it is ahead of nobody any more; once for each.
@@ -182,9 +196,9 @@ class Placer:
             self._fleet.prompt_over(decision.prefill, tokens, prompt, now, computed=computed)
             decision.charged_tokens, decision.charged_prompt = 0.0, 0
 
-    def _correct(self, peer: Peer, work: Work, predicted: float, measured: float) -> None:
+    def _correct(self, peer: Peer, work: Work, predicted: float, measured: float, now: float) -> None:
         if predicted > 0 and measured > 0:
-            self._fleet.correct(peer, work, measured / predicted)
+            self._fleet.correct(peer, work, measured / predicted, now)
 
     def _see(self, now: float) -> None:
         if self._seen == self._registry.version:

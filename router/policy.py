@@ -16,7 +16,7 @@ from protocol.errors import NoWorkerAvailable
 from protocol.ids import Peer
 from router.columns import Bools, Floats, Rows
 from router.fleet import Fleet
-from router.forecast import HORIZON, Forecast
+from router.forecast import HORIZON, Forecast, lateness
 from router.pair import cheapest
 from router.pairing import mismatch
 from router.registry import Worker
@@ -255,23 +255,16 @@ def place(policy: str, snapshot: Snapshot, demand: Demand) -> Choice:
         rows = _cheapest(prefill, fleet.able("prefill"), bound)
         partners = _cheapest(decode, fleet.able("decode"), bound)
         if ranking.in_seconds:
-            told = snapshot.forecast
             here, there = prefill[rows], decode[partners]
-            transfer, compute = told.transfer[partners], told.compute[rows]
+            late = lateness(fleet, snapshot.forecast, rows, partners)
             if bound == CANDIDATES:
-                first, second = cheapest(
-                    here.tolist(),
-                    there.tolist(),
-                    compute.tolist(),
-                    transfer.tolist(),
-                    ranking.tolerance,
-                    demand.turn,
-                )
+                many = None if late is None else late.tolist()
+                first, second = cheapest(here.tolist(), there.tolist(), many, ranking.tolerance, demand.turn)
                 if fleet.fit(int(rows[first]), int(partners[second])):
                     return Choice(int(rows[first]), int(partners[second]), rows, partners, ranking)
             pairs = there[:, None] + here
-            if transfer.max() > compute.min():
-                pairs += np.maximum(transfer[:, None] - compute, 0.0)
+            if late is not None:
+                pairs += late
             slack = ranking.tolerance * min(float(here.min()), float(there.min()))
         else:
             # Costs of different kinds: the prefill worker's counts first.

@@ -137,7 +137,7 @@ class RequestMachine:
         return [self._need_placement()]
 
     def placed(self, placement: Placement, now: float) -> list[Instruction]:
-        """Workers were chosen: open both legs, decode's first, for its grant is what prefill waits for."""
+        """Workers were chosen: open both legs, prefill's first, for its token is what the client waits for."""
         self._tracker.move(RequestEvent.PLACED)
         self._wait_until = math.inf
         self.placement = placement
@@ -149,7 +149,7 @@ class RequestMachine:
         line.local_prefill = placement.local
         token_ids = self.token_ids
         senior = seniority(now - line.submitted, generation.priority, self._limits.priority_aging)
-        opened: list[Instruction] = []
+        reserved: list[Instruction] = []
         if decode is not None and not placement.local:
             reserve = Reserve(
                 key=self.key,
@@ -162,7 +162,7 @@ class RequestMachine:
                 seniority=senior,
                 prefill_rate=prefill.prefill_rate,
             )
-            opened.append(SendReserve(decode.peer, reserve))
+            reserved.append(SendReserve(decode.peer, reserve))
         message = Prefill(
             key=self.key,
             token_ids=token_ids,
@@ -175,7 +175,7 @@ class RequestMachine:
             prompt_logprobs_from=self._record.next,
             seniority=senior,
         )
-        return [*opened, SendPrefill(prefill.peer, message)]
+        return [SendPrefill(prefill.peer, message), *reserved]
 
     def unplaced(self, error: NoWorkerAvailable, now: float) -> list[Instruction]:
         """There is no worker: wait for one to join, or fail."""
@@ -256,7 +256,7 @@ class RequestMachine:
             return []
         self._tracker.move(RequestEvent.COMPLETED)
         self.timeline.ended = now
-        return self._close_legs("the client has all it wants")
+        return self._close_legs("the client has all it wants", satisfied=True)
 
     def abandon(self, error: KVFerryError, now: float) -> list[Instruction]:
         """The service cannot go on with it."""
@@ -321,7 +321,7 @@ class RequestMachine:
         # Prefill ends with its one token, but only a decode leg that said itself that this is the end has ended.
         ended_itself = message.finish_reason is not None and (self._is_local or stage is not Stage.PREFILLED)
         if decode is not None and not ended_itself:
-            out.append(SendCancel(decode, self.key, "the request has ended"))
+            out.append(SendCancel(decode, self.key, "the request has ended", satisfied=True))
         self.placement = None
         return out
 
@@ -374,10 +374,10 @@ class RequestMachine:
         self._tracker.move(RequestEvent.FAILED)
         return [*self._close_legs(error.message), Fail(error)]
 
-    def _close_legs(self, reason: str) -> list[Instruction]:
+    def _close_legs(self, reason: str, *, satisfied: bool = False) -> list[Instruction]:
         # Both are told, even one that reported the end itself: a cancel is idempotent, a leg left open is a leak.
         legs = dict.fromkeys(peer for peer in self._legs() if peer is not None)
         self.placement = None
         self._early, self._early_until = [], math.inf
         self._place_at = self._wait_until = self._stalls_at = math.inf
-        return [SendCancel(peer, self.key, reason[:MAX_TEXT]) for peer in legs]
+        return [SendCancel(peer, self.key, reason[:MAX_TEXT], satisfied) for peer in legs]

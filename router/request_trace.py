@@ -24,7 +24,17 @@ from router.front.errors import status_of
 from router.front.exchange import Exchange
 from router.front.plan import Plan
 from router.front.schema import ChatRequest, CompletionRequest, GenerationRequest
-from router.instructions import Emit, Fail, Instruction, NeedPlacement, Retry, SendPrefill, SendReserve, Stage
+from router.instructions import (
+    Emit,
+    Fail,
+    Instruction,
+    NeedPlacement,
+    Retry,
+    SendCancel,
+    SendPrefill,
+    SendReserve,
+    Stage,
+)
 from router.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -82,6 +92,9 @@ class ChoiceTrace:
                 return SendReserve(peer, self._told(message, timeline, decision))
             case SendPrefill(peer, message) if message.key == key:
                 return SendPrefill(peer, self._told(message, timeline, decision))
+            case SendCancel(satisfied=True):
+                # Its reader has all that it wants: it has finished, though its worker could go on.
+                self._close(now)
             case Emit():
                 self._emitted(instruction, key, timeline, decision, now)
             case Retry(cause):

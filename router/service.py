@@ -21,7 +21,7 @@ from protocol.curve import CurveKeys
 from protocol.errors import NoWorkerAvailable, ProtocolError, StartFailed
 from protocol.ids import Peer
 from protocol.loops import Loops
-from protocol.messages import Message
+from protocol.messages import Message, Tokens
 from protocol.sockets import Hub
 from router.breaker import BreakerLimits, Breakers
 from router.config import RouterConfig
@@ -35,7 +35,7 @@ from router.placer import Placer, PlacerConfig
 from router.registry import Worker, WorkerRegistry
 from router.request_limits import RequestLimits
 from router.slo.desk import Desk
-from router.snapshot import alerts_of, latencies, live_states, router_totals, worker_overview
+from router.snapshot import alerts_of, class_overviews, latencies, live_states, router_totals, worker_overview
 from router.span_metrics import OwnSpans
 
 _log = logging.getLogger(__name__)
@@ -247,6 +247,7 @@ class Service:
             max_model_len=self.max_model_len,
             uptime_s=round(now - self._started, 3),
             requests=live_states(self._dispatcher.live_requests),
+            classes=class_overviews(self._config.slo, self._metrics.admission),
             totals=router_totals(self._metrics),
             latency=latencies(self._metrics),
             alerts=alerts_of(workers, self._lack(now)),
@@ -287,6 +288,9 @@ class Service:
                     self._complain(
                         f"{envelope.sender} sent a {type(envelope.body).__name__}, which is not for a router"
                     )
+                if isinstance(envelope.body, Tokens) and envelope.body.times is not None:
+                    # A leg's first: who waits for it has it before more is taken in.
+                    break
 
     async def _losses(self, hub: Hub) -> None:
         while True:

@@ -16,6 +16,7 @@ from router.live_request import LiveRequest
 from router.metrics import RouterMetrics
 from router.overview import (
     Alert,
+    ClassOverview,
     Handoffs,
     Latency,
     LiveStates,
@@ -25,6 +26,8 @@ from router.overview import (
     WorkerOverview,
 )
 from router.registry import Worker
+from router.slo.classes import SLOConfig
+from router.slo.metrics import AdmissionMetrics
 
 
 def worker_overview(worker: Worker, breaker: BreakerView, now: float) -> WorkerOverview:
@@ -86,6 +89,32 @@ def alerts_of(workers: Iterable[WorkerOverview], lack: str | None) -> tuple[Aler
 def live_states(requests: Iterable[LiveRequest]) -> LiveStates:
     """Where the requests under way are."""
     return LiveStates(**Tally(live.machine.state.value for live in requests))
+
+
+def class_overviews(slo: SLOConfig, metrics: AdmissionMetrics) -> tuple[ClassOverview, ...]:
+    """What waits, and what was counted, of each class; none where requests do not wait for their turn."""
+    if not slo.active:
+        return ()
+    admitted = {sample.labels["class"]: int(sample.value) for sample in _totals(metrics.admissions)}
+    refused: dict[str, dict[str, int]] = {name: {} for name in slo.names}
+    for sample in _totals(metrics.refusals):
+        refused[sample.labels["class"]][sample.labels["reason"]] = int(sample.value)
+    outcomes: dict[str, dict[str, dict[str, int]]] = {name: {"kept": {}, "missed": {}} for name in slo.names}
+    for sample in _totals(metrics.targets):
+        labels = sample.labels
+        outcomes[labels["class"]][labels["outcome"]][labels["target"]] = int(sample.value)
+    return tuple(
+        ClassOverview(
+            name=name,
+            ttft_s=slo.of(name).ttft,
+            tpot_s=slo.of(name).tpot,
+            waiting=metrics.waiting(name),
+            admitted=admitted.get(name, 0),
+            refused=refused[name],
+            **outcomes[name],
+        )
+        for name in slo.names
+    )
 
 
 def router_totals(metrics: RouterMetrics) -> RouterTotals:

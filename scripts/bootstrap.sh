@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Make .venv with everything that requirements.lock names, and this project in it. Does nothing if nothing changed.
-# PYTHON names an interpreter to use; KVFERRY_TORCH_INDEX an index that has CPU builds of torch, if pip's own has none.
+# PYTHON names an interpreter to use; KVFERRY_TORCH_INDEX an index that has CPU builds of torch, if pip's own has none;
+# KVFERRY_BUILD=cuda takes the CUDA build of torch where there is no GPU yet, as where an image is built.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -41,12 +42,14 @@ find_python() {
     exit 1
 }
 
+wants_cuda() { [[ ${KVFERRY_BUILD:-} == cuda ]] || has_nvidia_gpu; }
+
 has_nvidia_gpu() { [[ -e /dev/nvidia0 || -e /dev/dxg ]] && command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; }
 
 # What an environment is made of, the folder included: its scripts carry absolute paths.
 fingerprint() {
     local device=cpu
-    has_nvidia_gpu && device=cuda
+    wants_cuda && device=cuda
     printf '%s\n' "$PWD" "$device" "$("$VENV/bin/python" -V)"
     cksum "$LOCK" pyproject.toml scripts/bootstrap.sh
 }
@@ -60,7 +63,7 @@ install_torch() {
         echo "already here: $installed"
         return
     fi
-    if has_nvidia_gpu || [[ $(uname -sm) != "Linux x86_64" ]]; then
+    if wants_cuda || [[ $(uname -sm) != "Linux x86_64" ]]; then
         "$VENV/bin/pip" install "$pinned"
         return
     fi

@@ -38,7 +38,7 @@ def main() -> None:
     """Write the lock to standard output."""
     found: dict[str, tuple[Distribution, frozenset[str]]] = {}
     try:
-        closure(PROJECT, frozenset({"dev"}), found)
+        closure(PROJECT, frozenset({"dev", "docs"}), found)
         # pip fetches the default model, setuptools builds the project itself
         for tool in ("pip", "setuptools"):
             closure(tool, frozenset(), found)

@@ -28,6 +28,7 @@ class DecodeWorker(SimulatedWorker):
         peer, site, link, tally: see :class:`~cluster.simulation.simulated_worker.SimulatedWorker`.
         reserved: is told when there is room for a job.
         computed: is told when a job whose prompt is computed here has its first token.
+        taken_over: is told of a job that joins the steps, and the seconds until it has a token of them.
         ended: is told when a job has its last token.
     """
 
@@ -41,11 +42,13 @@ class DecodeWorker(SimulatedWorker):
         tally: Tally,
         reserved: Callable[[Job], None],
         computed: Callable[[Job], None],
+        taken_over: Callable[[Job, float], None],
         ended: Callable[[Job], None],
     ) -> None:
         super().__init__(peer, site, link, tally)
         self._reserved = reserved
         self._computed = computed
+        self._taken_over = taken_over
         self._ended = ended
         self._waiting: deque[Job] = deque()
         self._expected = 0
@@ -182,7 +185,8 @@ class DecodeWorker(SimulatedWorker):
         if not done or not (count or self._local.tokens):
             return
         took = self._time_of(done) if self._mixed_until is None else self._mixed_until - self._since
-        self._pace.add(count + self._local.tokens, took / done)
+        if not self._local.tokens:
+            self._pace.add(count, took / done)
         self._since += took
         self._steps = steps
         self._context += done * count
@@ -221,17 +225,19 @@ class DecodeWorker(SimulatedWorker):
         ends = self._ends
         while ends and ends[0][0] <= step:
             self._end(heappop(ends)[2])
-        for job in self._landed:
+        joined, self._landed = self._landed, []
+        for job in joined:
             job.joined = step
             self._order += 1
             self._context += job.prompt.length + 1
             self._prompts += job.prompt.length + 1
             heappush(ends, (step + job.output - 1, self._order, job))
-        self._landed = []
         self._let_in()
         if self._local:
             more = self._local.share(len(ends))
             self._mixed_until = self._since + more + (self._time_of(1) if ends else self._profile.prefill_fixed)
+        for job in joined:
+            self._taken_over(job, self._time_of(1) if self._mixed_until is None else self._mixed_until - self._since)
         self._replan()
 
     def _prompt_through(self, job: Job) -> None:

@@ -33,6 +33,7 @@ class Job:
         computed: tokens of the prompt that are through.
         begun: when prefill let it in.
         reserved, first: when decode made room, and prefill had the first token; None before.
+        nbytes, crossed: that went from prefill to decode, and the seconds that they took.
         joined: decode's steps when it joined them.
         given_up: nobody wants it any more.
     """
@@ -49,5 +50,7 @@ class Job:
     begun: float = 0.0
     reserved: float | None = None
     first: float | None = None
+    nbytes: int = 0
+    crossed: float = 0.0
     joined: int = -1
     given_up: bool = False

@@ -45,6 +45,7 @@ class Scenario:
         routers: how many; requests take turns at them.
         seed: of when each worker's heartbeats come.
         link: of every worker's network, in bytes a second.
+        told_link: of it as workers tell routers; 0 tells nothing, None the truth.
         latency: of a message, in seconds.
         ttft_target: the router's; 0 refuses nothing.
         slo: classes of the routers; all requests are of the default one.
@@ -66,6 +67,7 @@ class Scenario:
     routers: int = 1
     seed: int = 0
     link: float = 12.5e9
+    told_link: float | None = None
     latency: float = 2e-4
     ttft_target: float = 0.0
     ttft: float = 1.0
@@ -85,6 +87,7 @@ class Scenario:
             ("workers", self.prefill + self.decode, 2, MAX_WORKERS),
             ("routers", self.routers, 1, MAX_ROUTERS),
             ("link", self.link, 1e3, 1e15),
+            ("told_link", self.told_link or 0.0, 0.0, 1e15),
             ("latency", self.latency, 0.0, 10.0),
             ("ttft_target", self.ttft_target, 0.0, 3600.0),
             ("ttft", self.ttft, 0.0, 3600.0),

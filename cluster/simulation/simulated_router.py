@@ -139,14 +139,19 @@ class SimulatedRouter:
             self._end(request, Outcome.FINISHED)
         self._let_on()
 
+    def taken_over(self, job: Job) -> None:
+        """Decode's first token has come."""
+        if job.request.job is job and job.request.decision is not None:
+            self.placer.taken_over(job.request.decision, job.nbytes, job.crossed, self._agenda.now)
+
     def last_token(self, job: Job) -> None:
         """Decode has come to its end."""
         request, now = job.request, self._agenda.now
         if request.job is not job:
             return
         self._answered(job)
-        if request.decision is not None and request.first is not None and not request.attempt:
-            self.placer.ended(request.decision, request.trace.output_tokens, now - request.first)
+        if request.decision is not None:
+            self.placer.ended(request.decision, request.trace.output_tokens, now)
         self._end(request, Outcome.FINISHED)
         self._let_on()
 

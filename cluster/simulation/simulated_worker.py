@@ -33,12 +33,14 @@ class Site:
         agenda: of the run.
         profile: of each engine.
         latency: seconds that a message takes.
+        told_link: bytes a second of each worker's network, as it tells routers.
         tell: takes what a worker sends to its routers, and when it comes.
     """
 
     agenda: Agenda
     profile: EngineProfile
     latency: float
+    told_link: float
     tell: Callable[[Peer, Message], None]
 
 
@@ -99,6 +101,7 @@ class SimulatedWorker(ABC):
             step_tokens=site.profile.step_tokens if self.role == "prefill" else 0,
             prefills=self.role == "decode",
             max_sequences=site.profile.max_sequences if self.role == "decode" else 0,
+            link_rate=site.told_link,
         )
 
     @abstractmethod

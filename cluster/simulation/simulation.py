@@ -57,7 +57,8 @@ class Simulation:
         self._count = count
         self._arrived = 0
         self._messages = 0
-        self._site = Site(self._agenda, scenario.profile, scenario.latency, self._tell)
+        told = scenario.link if scenario.told_link is None else scenario.told_link
+        self._site = Site(self._agenda, scenario.profile, scenario.latency, told, self._tell)
         self._workers: dict[str, AnyWorker] = {}
         self._tallies = {name: Tally() for name in scenario.names}
         config = RouterConfig(
@@ -162,7 +163,8 @@ class Simulation:
         if role == "prefill":
             worker = PrefillWorker(peer, self._site, link, tally, self._computed)
         else:
-            worker = DecodeWorker(peer, self._site, link, tally, self._hand_over, self._told_first, self._ended)
+            tell = (self._hand_over, self._told_first, self._taken_over, self._ended)
+            worker = DecodeWorker(peer, self._site, link, tally, *tell)
         self._workers[name] = worker
         worker.beat()
 
@@ -222,6 +224,7 @@ class Simulation:
         nbytes = int(missing * profile.token_bytes)
         granted = max(job.begun, job.reserved + latency)
         assert isinstance(job.prefill, PrefillWorker), "what a decode worker computes is there"
+        job.nbytes, job.crossed = nbytes, job.prefill.link.takes(job.decode.link, nbytes)
         end = job.prefill.link.carry(job.decode.link, nbytes, granted) if nbytes else now
         # The last layers of all cannot have gone before they were computed.
         last = now + nbytes / profile.layout.num_layers / self._scenario.link
@@ -233,6 +236,9 @@ class Simulation:
         if job.prefill.alive:
             job.decode.land(job)
             self._agenda.after(self._scenario.latency, job.prefill.release, job)
+
+    def _taken_over(self, job: Job, seconds: float) -> None:
+        self._agenda.after(seconds + self._scenario.latency, job.request.router.taken_over, job)
 
     def _ended(self, job: Job) -> None:
         self._agenda.after(self._scenario.latency, job.request.router.last_token, job)

@@ -14,14 +14,20 @@ end() {
 trap end TERM INT
 
 # In the background, for a shell hears of no signal while a command of its own runs.
-kvferry up "$1" &
-child=$!
-wait "$child"
-
-while kvferry status >/dev/null; do
-    sleep "${KVFERRY_LOOK_SECONDS:-10}" &
+awaited() {
+    "$@" &
     child=$!
     wait "$child"
+}
+there() { awaited kvferry status >/dev/null; }
+
+# Where the state outlives this process, so may the cluster; what is only left of one is cleared away.
+if ! there 2>/dev/null; then
+    awaited kvferry down 2>/dev/null || true
+    awaited kvferry up "$1"
+fi
+while there; do
+    awaited sleep "${KVFERRY_LOOK_SECONDS:-10}"
 done
 echo "the cluster is gone" >&2
 kvferry down || true

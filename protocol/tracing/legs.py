@@ -31,7 +31,7 @@ class Leg(Generic[R]):
         times: what its router was told with its first token here.
         ended: the last of all.
         error: why it came to nothing.
-        cancelled: nobody wanted it any more.
+        cancelled: nobody wanted it any more, by the first word of that; what has all it wants was not cancelled.
     """
 
     key: RequestKey
@@ -44,7 +44,7 @@ class Leg(Generic[R]):
     times: StageTimes | None = None
     ended: float | None = None
     error: ErrorInfo | None = None
-    cancelled: bool = False
+    cancelled: bool | None = None
 
 
 L = TypeVar("L", bound=Leg[Any])

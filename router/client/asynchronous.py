@@ -106,9 +106,8 @@ class AsyncStream:
     async def _read(self) -> AsyncGenerator[Chunk, None]:
         events = EventReader()
         try:
-            async for line in self._response.aiter_lines():
-                chunk = events.push(line)
-                if chunk is not None:
+            async for data in self._response.aiter_bytes():
+                for chunk in events.push(data):
                     yield chunk
         except httpx.HTTPError as error:
             raise connection_error(error, self._base_url) from error

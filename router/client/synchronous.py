@@ -105,10 +105,8 @@ class Stream:
     def _read(self) -> Generator[Chunk, None, None]:
         events = EventReader()
         try:
-            for line in self._response.iter_lines():
-                chunk = events.push(line)
-                if chunk is not None:
-                    yield chunk
+            for data in self._response.iter_bytes():
+                yield from events.push(data)
         except httpx.HTTPError as error:
             raise connection_error(error, self._base_url) from error
         finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import ssl
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from protocol.errors import (
     KVFerryError,
     MalformedFrame,
 )
+from router.client.lines import Lines
 from router.client.results import Chunk, chunk_of
 
 Prompt = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
@@ -36,8 +37,6 @@ DETOKENIZE = "/detokenize"
 RETRIED_STATUSES = frozenset({429, 503})
 MAX_PAUSE = 10.0
 """Seconds between two tries at most, whatever the router asks for."""
-MAX_LINE = 16 << 20
-"""Characters of one event at most."""
 DONE = "[DONE]"
 
 
@@ -164,9 +163,9 @@ def may_retry(error: httpx.HTTPError) -> bool:
 
 
 class EventReader:
-    """Lines of a stream of server-sent events to chunks.
+    """Bytes of a stream of server-sent events to chunks.
 
-    Life cycle: :meth:`push` for each line; :meth:`finish` when there are no more. ``done`` is set by the end mark.
+    Life cycle: :meth:`push` for each piece; :meth:`finish` when there are no more. ``done`` is set by the end mark.
 
     Raises:
         KVFerryError: from :meth:`push`, the error that the router sent in mid-answer.
@@ -174,11 +173,16 @@ class EventReader:
 
     def __init__(self) -> None:
         self.done = False
+        self._lines = Lines()
 
-    def push(self, line: str) -> Chunk | None:
-        """The chunk in ``line``; None for anything that carries none."""
-        if len(line) > MAX_LINE:
-            raise MalformedFrame(f"an event has {len(line)} characters, over the bound of {MAX_LINE}")
+    def push(self, data: bytes) -> Iterator[Chunk]:
+        """The chunks that are whole with ``data``."""
+        for line in self._lines.push(data):
+            chunk = self._chunk(line)
+            if chunk is not None:
+                yield chunk
+
+    def _chunk(self, line: str) -> Chunk | None:
         if self.done or not line.startswith("data:"):
             return None
         data = line[5:].strip()

@@ -89,6 +89,7 @@ class Front:
         self._watching = Watching(
             lambda: msgspec.json.encode(service.cluster()),
             most=self._config.max_watchers,
+            most_each=self._config.max_watchers_each,
             interval=self._config.watch_interval,
             patience=self._config.watch_patience,
         )
@@ -204,7 +205,7 @@ class Front:
                 trace.asked(request)
             header = exchange.header(standing.HEADER)
             found = standing.standing_of(self._config.slo, request, header, exchange.holder)
-            return plan(planner, request).ranked(found)
+            return plan(planner, request).of(exchange.request_id, found)
 
         async def work() -> None:
             begun = time.monotonic()
@@ -213,7 +214,6 @@ class Front:
                 ready = trace.planned(ready, begun)
             for form in ready.forms:
                 await self._inspector.check(form.grammar, form.field)
-            ready = ready.named(exchange.request_id)
             if exchange.header(b"x-kvferry-explain") == b"1":
                 exchange.notes = lambda: explained(self._service.explain(exchange.request_id))
             shown_as = AnswerFormat(

@@ -21,6 +21,7 @@ class FrontConfig:
             the alternatives of each, over all choices.
         tool_format: how the model writes calls of tools, a name in ``router.tool_format.TOOL_FORMATS``.
         max_watchers: who watch ``/cluster/events`` at a time.
+        max_watchers_each: of them, those with one key, or where no key is needed, from one address.
         watch_interval: seconds from one event there to the next.
         watch_patience: seconds in which a watcher must have taken an event, or it is dropped.
         slo: classes of requests.
@@ -36,13 +37,21 @@ class FrontConfig:
     max_prompt_logprobs: int = 1 << 19
     tool_format: ToolFormat = "auto"
     max_watchers: int = 64
+    max_watchers_each: int = 16
     watch_interval: float = 1.0
     watch_patience: float = 10.0
     slo: SLOConfig = field(default_factory=SLOConfig)
     send_timeout: float = 60.0
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_batch", "default_max_tokens", "max_prompt_logprobs", "max_watchers"):
+        for name in (
+            "max_body_bytes",
+            "max_batch",
+            "default_max_tokens",
+            "max_prompt_logprobs",
+            "max_watchers",
+            "max_watchers_each",
+        ):
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}", field=name)

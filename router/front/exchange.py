@@ -15,6 +15,7 @@ from typing import Any
 from protocol.errors import PayloadTooLarge, RequestCancelled
 from protocol.ids import new_request_id
 from router.front.keys import Holder
+from router.front.within import Within
 
 Scope = MutableMapping[str, Any]
 AsgiMessage = MutableMapping[str, Any]
@@ -37,7 +38,9 @@ class Exchange:
 
     Attributes:
         request_id: ours; on every answer as ``x-request-id``.
+        address: of whoever has connected, without the port; a proxy's where one stands between; empty if unknown.
         started: whether the status line is out.
+        ended: whether the last byte is, or will be with what is being sent.
         holder: of the key that the client has shown; None until it has, and where none is needed.
         notes: gives further headers in the moment that the answer begins.
     """
@@ -45,8 +48,10 @@ class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send, *, send_timeout: float) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
+        self.address: str = (scope.get("client") or ("",))[0]
         self.request_id = new_request_id()
         self.started = False
+        self.ended = False
         self.holder: Holder | None = None
         self.notes: Callable[[], Iterable[Header]] = tuple
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
@@ -96,25 +101,37 @@ class Exchange:
         Raises:
             RequestCancelled: the client went away first.
         """
-        task = asyncio.ensure_future(work)
+        task = asyncio.current_task()
+        assert task is not None, "it is awaited"
+        cancelled, gone = task.cancelling(), False
+
+        def leave(_: object) -> None:
+            nonlocal gone
+            # An answer that is out shows as a disconnect too.
+            if not self.ended:
+                gone = True
+                task.cancel()
+
+        # The work is done here, not in a task of its own: that would cost each request some turns of the loop.
         watch = asyncio.ensure_future(self._disconnected())
+        watch.add_done_callback(leave)
         try:
-            await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
-            gone = not task.done()
+            await work
+        except asyncio.CancelledError as error:
+            if gone and task.uncancel() <= cancelled:
+                raise RequestCancelled("the client went away") from error
+            raise
         finally:
-            task.cancel()
+            watch.remove_done_callback(leave)
             watch.cancel()
-            await asyncio.gather(task, watch, return_exceptions=True)
-        if gone:
-            raise RequestCancelled("the client went away")
-        task.result()
+            await asyncio.gather(watch, return_exceptions=True)
 
     async def respond(
         self, status: int, body: bytes, *, content_type: bytes = JSON, headers: Iterable[Header] = ()
     ) -> None:
         """Send a whole answer."""
         await self._start(status, content_type, (*headers, (b"content-length", str(len(body)).encode())))
-        await self._emit({"type": "http.response.body", "body": body})
+        await self.end(body)
 
     async def start_events(self) -> None:
         """Begin an answer of server-sent events."""
@@ -126,6 +143,7 @@ class Exchange:
 
     async def end(self, data: bytes = b"") -> None:
         """Send the last part."""
+        self.ended = True
         await self._emit({"type": "http.response.body", "body": data})
 
     async def _disconnected(self) -> None:
@@ -142,7 +160,6 @@ class Exchange:
 
     async def _emit(self, message: AsgiMessage) -> None:
         try:
-            async with asyncio.timeout(self._send_timeout):
-                await self._send(message)
+            await Within(self._send(message), self._send_timeout)
         except (OSError, TimeoutError) as error:
             raise RequestCancelled("the client takes no more of the answer") from error

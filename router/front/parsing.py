@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
 import msgspec
@@ -96,12 +96,14 @@ def parse_detokenize(body: bytes) -> DetokenizeRequest:
     return _parse(_detokenizes, body)
 
 
-def check_token_ids(token_ids: Iterable[int], vocab_size: int, where: str) -> None:
+def check_token_ids(token_ids: Collection[int], vocab_size: int, where: str) -> None:
     """Refuse ids that no token has.
 
     Raises:
         InvalidRequest: names the field, with the index, and the value.
     """
+    if max(token_ids, default=0) < vocab_size:
+        return
     for index, token_id in enumerate(token_ids):
         if token_id >= vocab_size:
             field = f"{where}[{index}]"

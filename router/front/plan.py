@@ -61,14 +61,9 @@ class Plan:
     forms: tuple[Form, ...] = ()
     calls: CallReading | None = None
 
-    def named(self, name: str) -> Plan:
-        """The same, for a client's request of that name."""
-        generations = tuple(dataclasses.replace(generation, name=name) for generation in self.generations)
-        return dataclasses.replace(self, generations=generations)
-
-    def ranked(self, standing: Standing) -> Plan:
-        """The same, for a client of that standing."""
-        fields = dataclasses.asdict(standing)
+    def of(self, name: str, standing: Standing) -> Plan:
+        """The same, for a client's request of that name and standing."""
+        fields = {"name": name, **vars(standing)}
         generations = tuple(dataclasses.replace(generation, **fields) for generation in self.generations)
         return dataclasses.replace(self, generations=generations)
 
@@ -160,11 +155,11 @@ class Planner:
         if isinstance(prompt, str):
             yield self._encode(prompt, "prompt")
             return
-        tokens = tuple(entry for entry in prompt if isinstance(entry, int))
-        if tokens and len(tokens) == len(prompt):
-            yield self._check(tokens, "prompt")
+        kinds = set(map(type, prompt))
+        if kinds == {int}:
+            yield self._check(tuple(prompt), "prompt")  # type: ignore[arg-type]
             return
-        if tokens:
+        if int in kinds:
             raise InvalidRequest(f"prompt mixes token ids and other things: {shown(prompt)}", field="prompt")
         if not 1 <= len(prompt) <= self._config.max_batch:
             raise InvalidRequest(
@@ -220,7 +215,7 @@ class Planner:
                 generation = Generation(
                     token_ids=prompt.token_ids,
                     # Copies of one prompt are drawn apart, each the same again for the same seed.
-                    sampling=msgspec.structs.replace(sampling, seed=(seed + copy) & SEED_MASK),
+                    sampling=msgspec.structs.replace(sampling, seed=(seed + copy) & SEED_MASK) if copy else sampling,
                     cache_salt=request.cache_salt or "",
                     # One generation of a prompt tells of its tokens; the others find the prompt in the caches.
                     prompt_logprobs=None if prompt.token_ids in seen else told,

@@ -248,6 +248,18 @@ function drawTables(now) {
   drawTable(byId("ended"), ["since start", "requests"], [...rows, ...retries].length ? [...rows, ...retries] : [["none yet", 0]]);
 }
 
+function drawClasses(now) {
+  byId("queue").hidden = !now.classes.length;
+  const promised = (value) => (value ? seconds(value) : "-");
+  // Of those that finished, as many kept each target.
+  const share = (each, target) => {
+    const kept = each.kept[target] || 0, all = kept + (each.missed[target] || 0);
+    return all ? `${number.format((100 * kept) / all)} %` : "-";
+  };
+  drawTable(byId("classes"), ["class", "waiting", "admitted", "refused", "TTFT", "TTFT kept", "TPOT", "TPOT kept"], now.classes.map((each) =>
+    [each.name, each.waiting, each.admitted, sum(Object.values(each.refused)), promised(each.ttft_s), share(each, "ttft"), promised(each.tpot_s), share(each, "tpot")]));
+}
+
 function draw(now) {
   byId("ask").hidden = true;
   byId("told").hidden = false;
@@ -266,6 +278,7 @@ function draw(now) {
   drawRate("prompt", routerRate(now, (each) => each.totals.prompt_tokens));
   drawRate("output", routerRate(now, (each) => each.totals.output_tokens));
   drawRate("kv", perMillion(moving));
+  drawClasses(now);
   drawLatencies(now);
   drawTables(now);
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from protocol.errors import Overloaded, RequestCancelled
@@ -47,37 +48,47 @@ class Watching:
     Args:
         take: takes a snapshot, in JSON.
         most: who watch at a time.
+        most_each: of them, those with one key, or where no key is needed, from one address.
         interval: seconds from one snapshot to the next.
         patience: seconds that a watcher may take for one.
     """
 
-    def __init__(self, take: Callable[[], bytes], *, most: int, interval: float, patience: float) -> None:
+    def __init__(
+        self, take: Callable[[], bytes], *, most: int, most_each: int, interval: float, patience: float
+    ) -> None:
         self._shared = SharedSnapshot(take, SERVES * interval)
         self._most = most
+        self._most_each = most_each
         self._interval = interval
         self._patience = patience
-        self._watchers = 0
+        self._watchers: Counter[str] = Counter()
         self._closing = asyncio.Event()
 
     @property
     def watchers(self) -> int:
         """How many watch."""
-        return self._watchers
+        return self._watchers.total()
 
     async def show(self, exchange: Exchange) -> None:
         """Send snapshots, the first at once. The request's body must have been read.
 
         Raises:
-            Overloaded: as many watch as may.
+            Overloaded: as many watch as may, of all or of this one's kind.
             RequestCancelled: the watcher went away, or is too slow.
         """
-        if self._watchers >= self._most:
-            raise Overloaded(f"{self._watchers} watch the cluster, and no more may at a time", self._patience)
-        self._watchers += 1
+        who = f"address {exchange.address}" if exchange.holder is None else f"key {exchange.holder.key.name}"
+        if self._watchers[who] >= self._most_each:
+            whose = "from this address" if exchange.holder is None else "with this key"
+            raise Overloaded(f"{self._most_each} watch the cluster {whose}, and no more may at a time", self._patience)
+        if self.watchers >= self._most:
+            raise Overloaded(f"{self._most} watch the cluster, and no more may at a time", self._patience)
+        self._watchers[who] += 1
         try:
             await exchange.until_gone(self._events(exchange))
         finally:
-            self._watchers -= 1
+            self._watchers[who] -= 1
+            if not self._watchers[who]:
+                del self._watchers[who]
 
     def close(self) -> None:
         """End all answers, as soon as each has had what it is being sent."""

@@ -36,13 +36,17 @@ class AdmissionMetrics:
 
     Args:
         registry: that they are exported by.
+
+    Attributes:
+        admissions, refusals: requests that start as one, by class; refusals by reason too.
+        targets: finished requests by class, target and what became of it.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._waiting = _Waiting()
         registry.register(self._waiting)
-        self._admitted = Counter("kvferry_admitted", "Requests let in, by class.", ("class",), registry=registry)
-        self._refused = Counter(
+        self.admissions = Counter("kvferry_admitted", "Requests let in, by class.", ("class",), registry=registry)
+        self.refusals = Counter(
             "kvferry_refused",
             "Requests that were answered with 429 for want of room or time, by class and reason.",
             ("class", "reason"),
@@ -55,7 +59,7 @@ class AdmissionMetrics:
             buckets=_WAITS,
             registry=registry,
         )
-        self._targets = Counter(
+        self.targets = Counter(
             "kvferry_slo_targets",
             "Finished requests, by what became of each target of their class.",
             ("class", "target", "outcome"),
@@ -66,17 +70,21 @@ class AdmissionMetrics:
         """Export how many of each class wait."""
         self._waiting.names, self._waiting.count = names, count
 
+    def waiting(self, slo: str) -> int:
+        """How many of a class wait."""
+        return self._waiting.count(slo)
+
     def admitted(self, slo: str, waited: float) -> None:
         """Requests that start as one were let in."""
-        self._admitted.labels(slo).inc()
+        self.admissions.labels(slo).inc()
         self._waits.labels(slo).observe(waited)
 
     def refused(self, slo: str, reason: str) -> None:
         """Requests that start as one were refused."""
-        self._refused.labels(slo, reason).inc()
+        self.refusals.labels(slo, reason).inc()
 
     def served(self, slo: SLOClass, ttft: float | None, tpot: float | None) -> None:
         """A request has finished; seconds, where there were any."""
         for name, target, found in (("ttft", slo.ttft, ttft), ("tpot", slo.tpot, tpot)):
             if target and found is not None:
-                self._targets.labels(slo.name, name, "kept" if found <= target else "missed").inc()
+                self.targets.labels(slo.name, name, "kept" if found <= target else "missed").inc()

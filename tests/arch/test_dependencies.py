@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 RUNTIME = [Requirement(text) for text in PROJECT["dependencies"]]
 DEVELOPMENT = [Requirement(text) for text in PROJECT["optional-dependencies"]["dev"]]
+SITE = [Requirement(text) for text in PROJECT["optional-dependencies"]["docs"]]
 LOCK = [line for line in (ROOT / "requirements.lock").read_text().splitlines() if not line.startswith("#")]
 
 
@@ -28,7 +29,7 @@ def test_each_line_of_the_lock_is_one_exact_release(line):
     assert not line.startswith(("nvidia-", "cuda-", "kvferry=="))
 
 
-@pytest.mark.parametrize("requirement", RUNTIME + DEVELOPMENT, ids=str)
+@pytest.mark.parametrize("requirement", RUNTIME + DEVELOPMENT + SITE, ids=str)
 def test_the_lock_satisfies_what_the_project_asks_for(requirement):
     version = locked()[canonicalize_name(requirement.name)]
     assert requirement.specifier.contains(version, prereleases=True)

@@ -21,7 +21,7 @@ from cluster.config import ClusterConfig, DecodeSection, EngineSection, RaySecti
 from cluster.processes import node_processes
 from cluster.progress import Step
 from cluster.ray_node import connect, node_pids
-from cluster.state import ClusterState, StateStore
+from cluster.state import ClusterState, NodeState, StateStore
 from cluster.status import ActorReport, ClusterReport, cluster_report
 from protocol.errors import ClusterExists, ClusterNotFound, KVFerryError, StartFailed
 from router.client import Client, Completion
@@ -193,6 +193,18 @@ def test_a_joined_ray_cluster_serves_and_is_left_as_it_was(address: str, tiny_ll
     assert guest.answer()
     down("guest", store=store)
     until(lambda: not any(runs(pid) for pid in pids))
+    assert store.names() == []
+
+
+def test_a_cluster_whose_ray_has_begun_anew_is_told_with_the_way_out(address: str, tmp_path: Path) -> None:
+    store = StateStore(tmp_path / "state")
+    former = ("router-0", "prefill-0", "decode-0")
+    node = NodeState(address=address)
+    store.save(msgspec.structs.replace(store.reserve("former"), node=node, actors=former, ready=True))
+    report = cluster_report("former", store=store)
+    assert (report.state, report.actors) == ("dead", ())
+    assert "kvferry down former" in report.hint
+    down("former", store=store)
     assert store.names() == []
 
 

@@ -67,6 +67,8 @@ def test_a_model_alone_is_a_whole_configuration() -> None:
         ("model: m\ntransfer: {transport: inproc}", "transfer.transport", "'inproc'"),
         ("model: m\ntransfer: {wire_dtype: fp4}", "transfer.wire_dtype", "'fp4'"),
         ("model: m\ntransfer: {lease_ttl: 0}", "transfer.lease_ttl", "got 0"),
+        ("model: m\ntransfer: {link_gbit: 0}", "transfer.link_gbit", "got 0"),
+        ("model: m\ntransfer: {link_gbit: fast}", "transfer.link_gbit", "'fast'"),
         ("model: m\ntransfer: {gpudirect: maybe}", "transfer.gpudirect", "'maybe'"),
         ("model: m\ntransfer: {gpudirect: 'on'}", "transfer.gpudirect", "wants transport 'ucx', got 'auto'"),
         (
@@ -292,7 +294,7 @@ def test_a_role_may_say_its_pool_the_other_way() -> None:
 def test_a_role_overrides_the_shared_engine() -> None:
     config = parse_config(
         "model: m\nengine: {num_blocks: 64, block_size: 8}\n"
-        "transfer: {streams: 3, timeout: 4, transport: tcp, checksum: true,"
+        "transfer: {streams: 3, timeout: 4, transport: tcp, checksum: true, link_gbit: 25,"
         " layers_per_ship: 9, wire_dtype: float8_e4m3}\n"
         "prefill: {engine: {num_blocks: 32}, threads: 3, limits: {max_waiting: 7, staging_bytes: 1048576}}\n"
         "decode: {engine: {block_size: 32, order: HND, dtype: float32}}\n"
@@ -309,7 +311,7 @@ def test_a_role_overrides_the_shared_engine() -> None:
     assert (decode.engine.block_size, decode.engine.order, decode.engine.dtype) == (32, "HND", "float32")
     assert (decode.engine.num_blocks, decode.transport, decode.transfer_timeout) == (64, "tcp", 4)
     for worker in (prefill, decode):
-        assert (worker.transfer_checksum, worker.secret) == (True, SECRET)
+        assert (worker.transfer_checksum, worker.secret, worker.link_gbit) == (True, SECRET, 25.0)
     router = router_config(router_order(config, 80, 81, SECRET), MODEL, "10.0.0.1")
     assert router.secret == SECRET
     assert (router.port, router.hub, router.max_attempts) == (80, "tcp://10.0.0.1:81", 9)

@@ -1,4 +1,4 @@
-"""deploy/docker: the image's file, what it copies and starts, and its entry point with a stand-in for the command."""
+"""deploy/docker: the images' files, what they copy and start, and their entry point with a stand-in for the command."""
 
 from __future__ import annotations
 
@@ -9,55 +9,77 @@ import re
 import signal
 import subprocess
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from dockerfile_parse import DockerfileParser
 
 from cluster.config_file import load_config
+from cluster.plan import check_orders, planned_orders
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "deploy" / "docker"
 STAND_IN = """#!/bin/sh
 echo "$1" >>"$LOG"
 case $1 in
-up) [ ! -e "$LOG.slow" ] || exec sleep 60 ;;
+up)
+    [ ! -e "$LOG.slow" ] || exec sleep 60
+    [ -e "$LOG.short" ] || touch "$LOG.there"
+    ;;
 status) [ -e "$LOG.there" ] ;;
 esac
 """
 
 
-def steps() -> list[tuple[str, str]]:
-    parser = DockerfileParser(fileobj=io.BytesIO((DOCKER / "Dockerfile.cpu").read_bytes()))
+IMAGES = pytest.mark.parametrize("kind", ["cpu", "cuda"])
+COMPOSED = {"cpu": "compose.yaml", "cuda": "compose.cuda.yaml"}
+
+
+def steps(kind: str) -> list[tuple[str, str]]:
+    parser = DockerfileParser(fileobj=io.BytesIO((DOCKER / f"Dockerfile.{kind}").read_bytes()))
     return [(each["instruction"], each["value"]) for each in parser.structure if each["instruction"] != "COMMENT"]
 
 
-def test_the_image_has_a_pinned_base_and_nobody_is_root_when_it_runs() -> None:
-    (base,) = [value for name, value in steps() if name == "FROM"]
+def service(kind: str) -> dict[str, Any]:
+    (only,) = yaml.safe_load((DOCKER / COMPOSED[kind]).read_text())["services"].values()
+    read: dict[str, Any] = only
+    return read
+
+
+@IMAGES
+def test_the_image_has_a_pinned_base_and_nobody_is_root_when_it_runs(kind: str) -> None:
+    (base,) = [value for name, value in steps(kind) if name == "FROM"]
     assert re.fullmatch(r"[\w./-]+:\d+\.\d+\.\d+-[\w.-]+", base)
-    users = [value for name, value in steps() if name == "USER"]
+    users = [value for name, value in steps(kind) if name == "USER"]
     assert users
     assert users[-1] not in ("root", "0")
-    names = [name for name, _ in steps()]
+    names = [name for name, _ in steps(kind)]
     assert "ADD" not in names
     assert names.index("USER") < names.index("ENTRYPOINT")
     assert names.count("HEALTHCHECK") == 1
 
 
-def test_what_apt_installs_is_the_least_and_its_lists_are_gone() -> None:
-    for name, value in steps():
+@IMAGES
+def test_what_apt_installs_is_the_least_and_its_lists_are_gone(kind: str) -> None:
+    for name, value in steps(kind):
         if name == "RUN" and "apt-get install" in value:
             assert "--no-install-recommends -y" in value
             assert "rm -rf /var/lib/apt/lists/*" in value
         assert "sudo" not in value
 
 
-def test_what_the_image_runs_is_in_it() -> None:
-    told = dict(steps())
+@IMAGES
+def test_what_the_image_runs_is_in_it(kind: str) -> None:
+    told = dict(steps(kind))
     (script,), (file,) = json.loads(told["ENTRYPOINT"]), json.loads(told["CMD"])
     assert os.access(ROOT / script, os.X_OK)
     config = load_config(ROOT / file)
+    check_orders(planned_orders(config), Path(config.model))
     assert str(config.router.port) == told["EXPOSE"]
     assert f":{config.router.port}/health" in told["HEALTHCHECK"]
     (probe,) = re.findall(r'"-c", "(.*)"\]', told["HEALTHCHECK"])
@@ -65,46 +87,98 @@ def test_what_the_image_runs_is_in_it() -> None:
     assert os.access(ROOT / "scripts" / "bootstrap.sh", os.X_OK)
 
 
-def test_compose_builds_that_image_and_publishes_it_to_this_machine_alone() -> None:
-    (service,) = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"].values()
-    assert (DOCKER / service["build"]["context"]).resolve() == ROOT
-    assert ROOT / service["build"]["dockerfile"] == DOCKER / "Dockerfile.cpu"
-    assert re.search(r":\d+\.\d+\.\d+", service["image"])
-    assert service["ports"] == ["127.0.0.1:8000:8000"]
-    assert service["volumes"][0].split(":")[1] in dict(steps())["VOLUME"]
-    (state,) = service["tmpfs"]
-    assert f"KVFERRY_STATE_DIR={state.split(':')[0]} " in dict(steps())["ENV"]
-    (user,) = re.findall(r"useradd .*--uid (\d+)", str(steps()))
+def test_the_image_for_gpus_has_the_cuda_build_of_torch_a_compiler_and_rdma() -> None:
+    runs = " ".join(value for name, value in steps("cuda") if name == "RUN")
+    (setting,) = re.findall(r"(\w+)=cuda PIP", runs)
+    script = (ROOT / "scripts" / "bootstrap.sh").read_text()
+    # torch is chosen, and the environment told from another, by the same word.
+    assert re.search(rf"^wants_cuda\(\) .*\$\{{{setting}:-\}} == cuda", script, re.MULTILINE)
+    assert "if wants_cuda ||" in script
+    assert "wants_cuda && device=cuda" in script
+    assert {"g++", "python3-dev", "python3-venv", "libucx-dev", "rdma-core", "ibverbs-providers"} <= {*runs.split()}
+    # A login shell has the commands too, for Ray's on Kubernetes may be one.
+    assert "PATH=/opt/kvferry/.venv/bin:$PATH' > /etc/profile.d/" in runs
+
+
+def test_both_images_leave_the_same_files_out() -> None:
+    cpu, cuda = ((DOCKER / f"Dockerfile.{kind}.dockerignore").read_text() for kind in ("cpu", "cuda"))
+    assert cpu == cuda
+
+
+@IMAGES
+def test_compose_builds_that_image_and_publishes_it_to_this_machine_alone(kind: str) -> None:
+    told = service(kind)
+    assert (DOCKER / told["build"]["context"]).resolve() == ROOT
+    assert ROOT / told["build"]["dockerfile"] == DOCKER / f"Dockerfile.{kind}"
+    assert re.fullmatch(rf"kvferry:{version('kvferry')}-{kind}", told["image"])
+    assert told["ports"] == ["127.0.0.1:8000:8000"]
+    assert told["volumes"][0].split(":")[1] in dict(steps(kind))["VOLUME"]
+    (state,) = told["tmpfs"]
+    assert f"KVFERRY_STATE_DIR={state.split(':')[0]} " in dict(steps(kind))["ENV"]
+    (user,) = re.findall(r"useradd .*--uid (\d+)", str(steps(kind)))
     assert f"uid={user}," in state
 
 
-def entered(folder: Path) -> subprocess.Popen[bytes]:
+def test_a_container_gets_the_gpus_that_its_workers_want() -> None:
+    config = load_config(ROOT / json.loads(dict(steps("cuda"))["CMD"])[0])
+    (device,) = service("cuda")["deploy"]["resources"]["reservations"]["devices"]
+    assert device["capabilities"] == ["gpu"]
+    wanted = config.prefill.replicas * config.prefill.gpus + config.decode.replicas * config.decode.gpus
+    assert device["count"] == wanted
+
+
+@contextmanager
+def entered(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     command = folder / "kvferry"
     command.write_text(STAND_IN)
     command.chmod(0o755)
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "LOG": str(folder / "log"), "KVFERRY_LOOK_SECONDS": "0.05"}
-    return subprocess.Popen(["sh", DOCKER / "entrypoint.sh", "cluster.yaml"], env=environment, stderr=subprocess.PIPE)
+    words = ["sh", DOCKER / "entrypoint.sh", "cluster.yaml"]
+    with subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, start_new_session=True) as process:
+        try:
+            yield process
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
-def until_logged(folder: Path, last: str) -> None:
+def logged(folder: Path) -> list[str]:
+    """What the command was called with, so far."""
+    return (folder / "log").read_text().split() if (folder / "log").exists() else []
+
+
+def until(condition: Callable[[], bool]) -> None:
     limit = time.monotonic() + 20
-    while not (folder / "log").exists() or (folder / "log").read_text().split()[-1:] != [last]:
+    while not condition():
         assert time.monotonic() < limit
         time.sleep(0.01)
 
 
 @pytest.mark.parametrize("while_coming_up", [False, True])
 def test_who_is_told_to_end_brings_the_cluster_down(tmp_path: Path, while_coming_up: bool) -> None:
-    (tmp_path / ("log.slow" if while_coming_up else "log.there")).touch()
+    if while_coming_up:
+        (tmp_path / "log.slow").touch()
     with entered(tmp_path) as process:
-        until_logged(tmp_path, "up" if while_coming_up else "status")
+        until(lambda: "up" in logged(tmp_path))
+        until(lambda: while_coming_up or logged(tmp_path)[-1] == "status")
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
-    assert (tmp_path / "log").read_text().split()[-1] == "down"
+    assert logged(tmp_path)[-1] == "down"
 
 
 def test_a_cluster_that_is_gone_ends_the_container(tmp_path: Path) -> None:
+    (tmp_path / "log.short").touch()
     with entered(tmp_path) as process:
         assert process.wait(20) == 1
-    assert (tmp_path / "log").read_text().split() == ["up", "status", "down"]
+    # What an earlier life has left is cleared away first.
+    assert logged(tmp_path) == ["status", "down", "up", "status", "down"]
+
+
+def test_a_cluster_that_is_there_already_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "log.there").touch()
+    with entered(tmp_path) as process:
+        until(lambda: "status" in logged(tmp_path))
+        (tmp_path / "log.there").unlink()
+        assert process.wait(20) == 1
+    assert {*logged(tmp_path)[:-1]} == {"status"}

@@ -26,7 +26,7 @@ async def main():
     stranger.close(linger=0)
     strangers.term()
     time.sleep(2.0)  # more than the interval of ZeroMQ's own heartbeats
-    print((await hub._socket.recv_multipart())[-1] == b"x" * 64)
+    print(hub._socket.raw.recv_multipart()[-1] == b"x" * 64)
     hub.close()
     context.destroy(linger=0)
 

@@ -178,6 +178,19 @@ async def test_who_leaves_and_who_errs_are_told_so(stage: Stage, there: Collecto
     assert "secret" not in str(span)
 
 
+async def test_what_a_stop_string_ends_has_finished_and_was_cancelled_nowhere(stage: Stage, there: Collector) -> None:
+    text = (await stage.complete(PROMPT)).json()["choices"][0]["text"]
+    # Held, so that decode cannot have ended by itself.
+    gate = Gate(stage.decode, open_for=8)
+    stopped = await stage.complete(PROMPT, ASKED, max_tokens=200, stop=text[1:3])
+    assert stopped.json()["choices"][0]["finish_reason"] == "stop"
+    gate.open()
+    root = await whole(there, TRACE, "text_completion tiny", "attempt", "prefill_worker", "decode_worker")
+    assert root.attributes["gen_ai.response.finish_reasons"] == ["stop"]
+    told = [span for span in there.spans if span.trace == TRACE]
+    assert [span.name for span in told if "kvferry.cancelled" in span.attributes or span.error] == []
+
+
 async def test_a_prompt_that_stays_on_the_decode_worker(tiny_llama_dir: Path, there: Collector) -> None:
     there.spans.clear()
     tracing = TracingConfig(endpoint=there.url, prompts=True, sample_ratio=1.0)

@@ -119,8 +119,8 @@ def test_scattered_free_blocks_come_in_the_fewest_runs(pool):
 def test_free_neighbours_grow_together_again():
     free = FreeRuns(1, 9)
     taken = free.take(8)
-    for block in (3, 1, 2, 8, 6, 7, 5, 4):
-        free.add(block)
+    for blocks in ([3], [1, 8, 2], [6, 7], [5], [4]):
+        free.add(blocks)
         free.check_integrity()
     assert taken == list(range(1, 9))
     assert free.runs() == [(1, 9)]
@@ -338,11 +338,11 @@ def test_nothing_to_do_leaves_no_owner_behind(pool):
 
 
 def spoil_generation_of_holders(pool):
-    pool._holders[1][HolderKind.TABLE] += 1
+    pool._holders[HolderKind.TABLE][1] += 1
 
 
 def spoil_free_list(pool):
-    pool._free.add(1)
+    pool._free.add([1])
 
 
 def spoil_state(pool):
@@ -355,8 +355,8 @@ def spoil_parked(pool):
 
 def spoil_owner(pool):
     pool._holdings[importer("ghost")] = {1: None}
-    pool._holders[1][HolderKind.IMPORT] += 1
-    pool._settle(1)
+    pool._holders[HolderKind.IMPORT][1] += 1
+    pool._settle([1])
 
 
 def spoil_totals(pool):

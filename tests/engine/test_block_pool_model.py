@@ -201,7 +201,7 @@ class PoolHistory(RuleBasedStateMachine):
         assert counts.leaked == 0
         states = [self.expected_state(block) for block in range(1, self.num_blocks)]
         assert [self.pool.state(block) for block in range(1, self.num_blocks)] == states
-        tally = Counter(state.value for state in states)
+        tally = Counter(state.name.lower() for state in states)
         for name in ("free", "active", "cached", "exported", "importing", "draining"):
             assert getattr(counts, name) == tally[name]
         assert (counts.reserved, counts.total) == (1, self.num_blocks)

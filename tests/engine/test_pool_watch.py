@@ -23,6 +23,6 @@ def test_a_pool_that_does_not_add_up_is_told() -> None:
     (block,) = pool.allocate(Owner(HolderKind.TABLE, "a"), 1)
     watch = PoolWatch(pool)
     watch.look(busy=True, now=0.0)
-    pool._holders[block][HolderKind.TABLE] += 1
+    pool._holders[HolderKind.TABLE][block] += 1
     with pytest.raises(InvariantViolation, match=f"block {block}"):
         watch.look(busy=False, now=IDLE_BEFORE_CHECK)

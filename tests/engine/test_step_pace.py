@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from engine.step_pace import StepPace
+from engine.batch import Chunk
+from engine.config import EngineConfig
+from engine.step_pace import FIRST, StepPace
+from engine.stepper import Stepper
 
 
 def paced(*steps: tuple[int, float]) -> StepPace:
@@ -51,3 +56,19 @@ def test_a_step_that_stood_still_is_not_the_pace() -> None:
     assert stood.fixed < 3 * usual.fixed
     slower = paced(*[(4, 0.01)] * 9, *[(4, 60.0)] * 100)
     assert slower.fixed == pytest.approx(30.0, rel=0.2)
+
+
+@pytest.mark.parametrize(("decodes", "mean"), [(True, 2.0), (False, 6.0)])
+async def test_the_pace_of_who_decodes_is_that_of_steps_without_a_prompt(
+    tiny_llama_dir: Path, decodes: bool, mean: float
+) -> None:
+    """A prompt's token takes a hundredth of what a sequence does: with both on one line sequences looked as cheap."""
+    config = EngineConfig(model=str(tiny_llama_dir), dtype="float32", num_blocks=16, block_size=4)
+    stepper = await Stepper.load(config, decodes=decodes)
+    sequences = [Chunk([7], 3, [1]), Chunk([9], 6, [2, 3])]
+    for _ in range(FIRST):
+        await stepper.execute(sequences)
+        await stepper.execute([*sequences, Chunk(list(range(10, 18)), 0, [4, 5])])
+    assert stepper.steps == 2 * FIRST
+    assert stepper.pace.mean_tokens == pytest.approx(mean, rel=0.1)
+    stepper.close()

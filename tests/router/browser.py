@@ -44,6 +44,7 @@ READ = """() => {
       bars: all(".bars i", chart).map((bar) => bar.offsetHeight),
     })),
     handoffs: rows("handoffs"),
+    queue: document.getElementById("queue").hidden ? null : rows("classes"),
     ended: rows("ended"),
     width: document.documentElement.scrollWidth,
   };

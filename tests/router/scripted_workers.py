@@ -17,6 +17,7 @@ from protocol.ids import Peer, RequestKey, Role
 from protocol.messages import Cancel, ErrorInfo, Failed, Message, Prefill, Reserve, StageTimes, Tokens
 from protocol.sampling import SamplingParams
 from protocol.sockets import Spoke
+from router.service import Service
 
 BEAT = 0.05
 _incarnations = itertools.count(1)
@@ -38,6 +39,13 @@ async def until(condition: Callable[[], bool], within: float = 10.0) -> None:
     async with asyncio.timeout(within):
         while not condition():  # noqa: ASYNC110 -- no event tells of it
             await asyncio.sleep(0.005)
+
+
+async def known(service: Service, workers: int) -> None:
+    """The router knows so many workers, and whose each connection is."""
+    assert service._hub is not None
+    owners = service._hub._connections._owners
+    await until(lambda: len(service.cluster()["workers"]) == len(owners) == workers)
 
 
 class Ferry:

@@ -88,12 +88,12 @@ def test_a_correction_is_mostly_that_of_the_role_and_a_workers_own_fades() -> No
     found = []
     for count in (10, 20):
         for _ in range(count):
-            fleet.correct(workers[0].peer, "decode", 2.0)
+            fleet.correct(workers[0].peer, "decode", 2.0, 0.0)
         found.append(forecast(fleet, 10, np.zeros(len(fleet)), 0.0, 0.0).tpot[rows] / 1e-3)
     (own, other), (later_own, later_other) = found
     assert own == other == pytest.approx(2.0), "that may be noise"
     assert later_other == pytest.approx(8.0), "more is not believed"
     assert later_other < later_own < 1.1 * later_other
-    assert (fleet.common["prefill"], fleet.common["local"]) == (1.0, 1.0)
+    assert (fleet.common["prefill"].at(0.0), fleet.common["local"].at(0.0)) == (1.0, 1.0)
     fleet.see([beating(each) for each in workers], 100.0)
     assert fleet.columns.step[rows[0]] == pytest.approx(fleet.columns.step[rows[1]], rel=1e-3)

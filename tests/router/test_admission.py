@@ -355,7 +355,7 @@ def test_what_was_once_predicted_wrong_does_not_keep_requests_from_an_idle_clust
         stage.come(ticket := stage.ticket())
         stage.let_on()
         decision = stage.prefilling.popleft()
-        stage.now += 100.0
+        stage.now += 10.0
         stage.placer.first_token(decision, stage.now)
         stage.admission.ended(ticket, 1, ())
         stage.beat("p0")

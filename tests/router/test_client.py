@@ -109,6 +109,16 @@ async def test_async_answers_and_streams(bpe_tokenizer: Tokenizer, replying: Scr
             assert {answer.text for answer in several} == {REPLY}
 
 
+async def test_a_streamed_text_may_have_what_some_take_for_the_end_of_a_line(bpe_tokenizer: Tokenizer) -> None:
+    reply = "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg\r\nh"
+    service = ScriptedService(one_by_one((*bpe_tokenizer.encode(reply), IM_END), "stop"))
+    with serving_front(service, bpe_tokenizer) as url:
+        with Client(url) as client, client.stream("x", max_tokens=60) as stream:
+            assert "".join(chunk.text for chunk in stream) == reply
+        async with AsyncClient(url) as async_client:
+            assert (await (await async_client.stream("x", max_tokens=60)).read()).text == reply
+
+
 def test_errors_are_rebuilt(bpe_tokenizer: Tokenizer, replying: ScriptedService) -> None:
     cases: list[tuple[dict[str, Any], type[KVFerryError], str]] = [
         ({"max_tokens": -1}, InvalidRequest, "max_tokens"),

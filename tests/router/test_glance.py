@@ -73,9 +73,11 @@ def cases(draw: st.DrawFn, most: int = 6) -> Case:
             case 1:
                 fleet.send_sequences(row, 2)
             case 2:
-                fleet.send_blocks(row, 0.7, 100.0)
+                other = draw(rows)
+                fleet.links.send(row, other, 0.7, 100.0)
+                fleet.links.crossed(row, other, 1 << 24, 0.2, 100.3)
             case 3:
-                fleet.correct(worker.peer, worker.profile.role, 1.7)
+                fleet.correct(worker.peer, worker.profile.role, 1.7, 100.2)
             case 4:
                 fleet.see_again(beating(worker, steps=10_001 + row, running=row), 100.5)
     length = draw(st.integers(1, 80))
@@ -116,7 +118,7 @@ def prefill(case: Case) -> list[Judged]:
         missing = length - float(case.cached.get(row, 0))
         uncached = missing or min(lane.block_size, length)
         left = lane.backlog - min(now - lane.since, lane.head)
-        ttft = (left + uncached * lane.pace + lane.fixed) * lane.correction * fleet.common["prefill"]
+        ttft = (left + uncached * lane.pace + lane.fixed) * lane.correction * fleet.common["prefill"].at(now)
         speed = min(max((now - lane.joined) / SLOW_START, 0.1), 1.0)
         wait = 1.0 if lane.room < missing else 0.0
         cost = ttft / speed + wait + float(shares[row]) * (2.0 * recent.mean)
@@ -133,13 +135,22 @@ def decode(case: Case) -> list[Judged]:
     for row in fleet.able("decode").tolist():
         lane = fleet.lanes[row]
         missing = case.length - float(case.cached.get(row, 0))
-        transfer = missing * lane.crossing + max(lane.link_until - now, 0.0)
-        tpot = lane.step * lane.correction * fleet.common["decode"]
+        links = fleet.links
+        transfer = missing * float(links.token_bytes[row]) * float(links.pace[row])
+        transfer += max(float(links.until[row]) - now, 0.0)
+        tpot = lane.step * lane.correction * fleet.common["decode"].at(now)
         speed = min(max((now - lane.joined) / SLOW_START, 0.1), 1.0)
         wait = 1.0 if lane.room < missing else 0.0
         cost = tpot * min(case.demand.output, 64) / speed + wait + 0.1 * transfer
         found.append(Judged(row, (lane.sequences, missing, transfer, tpot, wait, speed, cost)))
     return found
+
+
+def late(case: Case, here: Judged, there: Judged) -> float:
+    links, now = case.fleet.links, case.now
+    (pace,) = links.paces(np.array([there.row]), np.array([here.row]), now)[0].tolist()
+    alone = there.told[1] * float(links.token_bytes[there.row]) * pace
+    return max(alone - here.compute, links.ahead(here.row, there.row, now) + alone - here.told[2], 0.0)
 
 
 def straightforward(case: Case) -> tuple[Judged, Judged | None] | None:
@@ -151,7 +162,7 @@ def straightforward(case: Case) -> tuple[Judged, Judged | None] | None:
         return equals[turn % len(equals)], None
     slack = 5e-3 * min(min(each.cost for each in left), min(each.cost for each in right))
     pairs = {
-        (first, second): there.cost + here.cost + max(there.told[2] - here.compute, 0.0)
+        (first, second): there.cost + here.cost + late(case, here, there)
         for (second, there), (first, here) in product(enumerate(right), enumerate(left))
     }
     while pairs:
@@ -167,8 +178,8 @@ def straightforward(case: Case) -> tuple[Judged, Judged | None] | None:
 def check(bid: Bid, expected: tuple[Judged, Judged | None]) -> None:
     here, there = expected
     assert (bid.prefill, bid.uncached, bid.ttft) == (here.row, here.told[1], here.told[2])
-    found = (bid.decode, bid.transfer, bid.tpot)
-    assert found == ((None,) * 3 if there is None else (there.row, there.told[2], there.told[3]))
+    assert (bid.decode, bid.tpot) == ((None, None) if there is None else (there.row, there.told[3]))
+    assert (bid.blocks is None) == (there is None)
 
 
 @given(cases())
@@ -192,7 +203,7 @@ def test_a_glance_and_arrays_choose_and_foretell_to_the_bit_what_the_formula_doe
     bid, at_the_earliest = seen
     check(bid, expected)
     assert not case.demand.ttft_target or at_the_earliest == earliest
-    assert bid.crossing == by_arrays.crossing
+    assert bid.blocks == by_arrays.blocks
     for quick, arrays in (
         (bid.prefill_candidates, by_arrays.prefill_candidates),
         (bid.decode_candidates, by_arrays.decode_candidates),
@@ -204,21 +215,24 @@ def test_a_glance_and_arrays_choose_and_foretell_to_the_bit_what_the_formula_doe
 COSTS = st.lists(st.sampled_from([1.0, 1.0, 1.002, 1.2, 7.0]) | st.floats(0.1, 10.0), min_size=1, max_size=CANDIDATES)
 
 
-@given(COSTS, COSTS, st.integers(0, 1000), st.randoms())
+@given(COSTS, COSTS, st.integers(0, 1000), st.randoms(), st.booleans())
 def test_the_cheapest_pair_is_found_without_looking_at_all(
-    here: list[float], there: list[float], turn: int, rng
-) -> None:  # type: ignore[no-untyped-def]
-    compute = [rng.choice([0.1, 0.5, rng.random()]) for _ in here]
-    transfer = [rng.choice([0.0, 0.0, 0.6, 2 * rng.random()]) for _ in there]
+    here: list[float],
+    there: list[float],
+    turn: int,
+    rng,  # type: ignore[no-untyped-def]
+    slow: bool,
+) -> None:
+    late = [[rng.choice([0.0, 0.0, 0.6, rng.random()]) for _ in here] for _ in there] if slow else None
     costs = [
-        (part + cost) + max(crossing - hides, 0.0)
-        for part, crossing in zip(there, transfer, strict=True)
-        for cost, hides in zip(here, compute, strict=True)
+        (part + cost) + (0.0 if late is None else late[second][first])
+        for second, part in enumerate(there)
+        for first, cost in enumerate(here)
     ]
     bound = min(costs) + 5e-3 * min(min(here), min(there))
     near = [place for place, cost in enumerate(costs) if cost <= bound]
     second, first = divmod(near[turn % len(near)], len(here))
-    assert cheapest(here, there, compute, transfer, 5e-3, turn) == (first, second)
+    assert cheapest(here, there, late, 5e-3, turn) == (first, second)
 
 
 def test_many_workers_some_to_be_avoided_and_a_role_without_any_are_left_to_arrays() -> None:

@@ -230,7 +230,7 @@ def test_what_a_worker_measured_before_it_was_lost_is_not_held_against_it() -> N
     fleet = fleet_of([*others, slow])
     row, other = fleet.row("d0"), fleet.row("d1")
     for _ in range(100):
-        fleet.correct(slow.peer, "decode", 2.0)
+        fleet.correct(slow.peer, "decode", 2.0, 0.0)
     assert fleet.columns.step[row] > 100 * fleet.columns.step[other]
     fleet.see([*others, replace(slow, lost="its step loop has stood")], 1.0)
     fleet.see([*others, replace(slow, last_seen=2.0)], 2.0)

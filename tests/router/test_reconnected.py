@@ -6,20 +6,11 @@ import asyncio
 
 import pytest
 from link import link_to
-from scripted_workers import fleet_at, until, whole_text
+from scripted_workers import fleet_at, known, until, whole_text
 from test_service import PROMPT, sample, serving, stream, whole
-
-from router.service import Service
 
 PROMPTLY = 20.0
 """Seconds, on a busy machine; nothing else ends these requests before ``request_timeout``."""
-
-
-async def known(service: Service) -> None:
-    """The router knows both workers, and whose each connection is."""
-    assert service._hub is not None
-    owners = service._hub._connections._owners
-    await until(lambda: service.health().ready and len(owners) == 2)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 8])
@@ -34,7 +25,7 @@ async def test_what_a_cut_link_has_swallowed_is_asked_for_again(max_tokens: int,
     ):
         prefill, decode = near.add("prefill", "p0"), far.add("decode", "d0")
         decode._ferry = prefill._ferry
-        await known(service)
+        await known(service, 2)
         # It hears of the request, and whatever it has to say gets lost.
         prefill.deaf = True
         answer = asyncio.create_task(whole(stream(service, max_tokens)))
@@ -58,7 +49,7 @@ async def test_the_last_words_of_a_stream_that_are_lost_are_said_again() -> None
     ):
         prefill, decode = near.add("prefill", "p0"), far.add("decode", "d0")
         decode._ferry = prefill._ferry
-        await known(service)
+        await known(service, 2)
         decode.hold = 4
         outputs = stream(service, 8)
         tokens = list((await anext(outputs)).token_ids)

@@ -66,7 +66,7 @@ def test_each_field_goes_to_each_leg_in_every_attempt() -> None:
     generation = Generation(PROMPT, EVERY_FIELD, cache_salt="salt", prompt_logprobs=1)
     request = RequestMachine("r", generation, LIMITS)
     request.submit(0.0)
-    reserve, prefill = request.placed(PAIR, 0.0)
+    prefill, reserve = request.placed(PAIR, 0.0)
     assert isinstance(reserve, SendReserve)
     assert isinstance(prefill, SendPrefill)
     for message in (reserve.message, prefill.message):
@@ -82,7 +82,7 @@ def test_a_request_goes_through_its_states() -> None:
     request = machine()
     assert request.submit(0.0) == [NeedPlacement(needs_decode=True, excluded=frozenset())]
     assert request.state is RequestState.QUEUED
-    reserve, prefill = request.placed(PAIR, 0.5)
+    prefill, reserve = request.placed(PAIR, 0.5)
     assert isinstance(reserve, SendReserve)
     assert isinstance(prefill, SendPrefill)
     assert (reserve.peer, prefill.peer) == (D0.peer, P0.peer)

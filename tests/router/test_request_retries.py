@@ -46,7 +46,7 @@ def test_a_gap_is_tried_again_and_nothing_is_lost() -> None:
     (retry,) = only(Retry, out)
     assert "begin at 4, only 3" in retry.cause.message
     assert only(Emit, out) == []
-    reserve, prefill = request.placed(OTHER_PAIR, 3.0)
+    prefill, reserve = request.placed(OTHER_PAIR, 3.0)
     assert isinstance(prefill, SendPrefill)
     assert isinstance(reserve, SendReserve)
     for message in (reserve.message, prefill.message):
@@ -192,7 +192,7 @@ def test_a_retry_waits_for_a_worker_to_join() -> None:
     assert request.unplaced(NoWorkerAvailable("none"), 3.0) == []
     assert request.deadline == 6.0, "a second look in vain does not begin the wait anew"
     assert request.workers_changed(4.0)
-    assert [type(each) for each in request.placed(OTHER_PAIR, 4.0)] == [SendReserve, SendPrefill]
+    assert [type(each) for each in request.placed(OTHER_PAIR, 4.0)] == [SendPrefill, SendReserve]
     assert request.tick(6.5) == []
 
 

@@ -11,7 +11,7 @@ import pytest
 import zmq
 import zmq.asyncio
 from prometheus_client.parser import text_string_to_metric_families
-from scripted_workers import Fleet, ScriptedWorker, fleet_at, greedy, until, whole_text
+from scripted_workers import Fleet, ScriptedWorker, fleet_at, greedy, known, until, whole_text
 from worker_facts import MODEL
 
 from protocol.codec import HEADER
@@ -34,7 +34,7 @@ PROMPT = (3, 4, 5, 6)
 
 @contextlib.asynccontextmanager
 async def serving(**settings: object) -> AsyncIterator[tuple[Service, Fleet]]:
-    config = RouterConfig(model=MODEL, tokenizer="unused", **{"worker_timeout": 0.5, **settings})  # type: ignore[arg-type]
+    config = RouterConfig(model=MODEL, tokenizer="unused", **{"worker_timeout": 60.0, **settings})  # type: ignore[arg-type]
     before = asyncio.all_tasks()
     service = Service(config)
     await service.start()
@@ -48,13 +48,13 @@ async def serving(**settings: object) -> AsyncIterator[tuple[Service, Fleet]]:
 
 async def pair(service: Service, fleet: Fleet) -> tuple[ScriptedWorker, ScriptedWorker]:
     workers = fleet.add("prefill", "p0"), fleet.add("decode", "d0")
-    await until(lambda: service.health().ready)
+    await known(service, 2)
     return workers
 
 
 async def two_by_two(service: Service, fleet: Fleet) -> list[ScriptedWorker]:
     workers = [fleet.add(role, f"{role[0]}{index}") for role in ("prefill", "decode") for index in (0, 1)]  # type: ignore[arg-type]
-    await until(lambda: len(service.cluster()["workers"]) == 4)
+    await known(service, 4)
     return workers
 
 
@@ -81,7 +81,7 @@ def sample(service: Service, name: str, **labels: str) -> float:
 
 
 async def test_many_requests_over_two_by_two_give_the_right_text() -> None:
-    async with serving() as (service, fleet):
+    async with serving(policy="round_robin") as (service, fleet):
         prefill, other_prefill, decode, other_decode = await two_by_two(service, fleet)
         prompts = [(index, index + 1, 7) for index in range(40)]
         answers = await asyncio.gather(*(whole(service.generate(Generation(prompt, greedy(6)))) for prompt in prompts))
@@ -117,7 +117,7 @@ async def test_one_token_never_reaches_a_decode_worker() -> None:
 
 async def test_a_decode_worker_killed_in_mid_stream_changes_no_token() -> None:
     # The end of its connection tells, long before its silence could.
-    async with serving(worker_timeout=60.0) as (service, fleet):
+    async with serving() as (service, fleet):
         *_, decode, other = await two_by_two(service, fleet)
         decode.hold = other.hold = 4
         outputs = stream(service, max_tokens=12)
@@ -138,7 +138,7 @@ async def test_a_decode_worker_killed_in_mid_stream_changes_no_token() -> None:
 
 
 async def test_a_worker_that_only_stood_still_changes_nothing_when_it_resumes() -> None:
-    async with serving() as (service, fleet):
+    async with serving(worker_timeout=0.5) as (service, fleet):
         *_, decode, other = await two_by_two(service, fleet)
         decode.hold = other.hold = 3
         outputs = stream(service, max_tokens=10)
@@ -158,7 +158,7 @@ async def test_a_worker_that_only_stood_still_changes_nothing_when_it_resumes() 
 
 
 async def test_a_prefill_worker_killed_before_its_token_is_tried_elsewhere() -> None:
-    async with serving(worker_timeout=60.0) as (service, fleet):
+    async with serving() as (service, fleet):
         prefill, other, *_ = await two_by_two(service, fleet)
         prefill.deaf = other.deaf = True
         answer = asyncio.create_task(whole(stream(service)))
@@ -191,8 +191,8 @@ async def test_leaving_early_cancels_both_legs() -> None:
         outputs = stream(service)
         await anext(outputs)
         await outputs.aclose()
-        await until(lambda: len(prefill.cancels) == len(decode.cancels) == 1)
-        assert prefill.cancels == decode.cancels == [prefill.opened[0].key]
+        # A token that was on its way to nobody is answered with a further cancel.
+        await until(lambda: {*prefill.cancels} == {*decode.cancels} == {prefill.opened[0].key})
         assert service.cluster()["live_requests"] == 0
         assert sample(service, "kvferry_requests_total", outcome="cancelled") == 1
 

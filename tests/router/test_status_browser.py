@@ -22,6 +22,7 @@ from protocol.transfer_counts import PathCounts, TransferCounts
 from router.client import AsyncClient, ClusterOverview
 from router.front.keys import hash_of, new_key
 from router.overview import WorkerOverview
+from router.slo.classes import SLOClass, SLOConfig
 
 PATIENCE = 10.0
 BLOCKS = ("active", "exported", "importing", "draining", "cached", "free")
@@ -178,6 +179,7 @@ async def test_the_page_says_what_the_router_does_and_follows_it(tmp_path: Path,
     ):
         await look.page.goto(server.url)
         read = await agrees(look, client, lambda told: told.alerts)
+        assert read["queue"] is None, "nothing waits for its turn here"
         assert read["title"].startswith("▲ 1 "), "nobody is there to serve"
         prefill, decode = busy_fleet(fleet)
         before = await agrees(look, client, lambda told: len(told.workers) == 2 and not told.alerts)
@@ -225,6 +227,31 @@ async def test_the_page_says_what_the_router_does_and_follows_it(tmp_path: Path,
         assert look.complaints == []
         assert {*look.asked} == {"data:,", f"{server.url}/", f"{server.url}/cluster/events"} & {*look.asked}
         assert f"{server.url}/cluster/events" in look.asked
+
+
+async def test_what_waits_is_shown_by_class(tmp_path: Path, screenshots: str) -> None:
+    slo = SLOConfig(classes=(SLOClass(name="fast", ttft=1.5), SLOClass(name="batch")), default="batch")
+    async with (
+        looking(screenshots) as look,
+        routing(tmp_path, slo=slo) as (server, fleet),
+        httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=PATIENCE) as http,
+    ):
+        fleet.add("decode", "decode-0", free=1000)
+        prefill = fleet.add("prefill", "prefill-0", waiting_tokens=1000, steps=10_000, step_per_token=1e-3)
+        await until(lambda: server.service.health().ready)
+        waiting = [asyncio.create_task(http.post("/v1/completions", json=PROMPT)) for _ in range(2)]
+        await look.page.goto(server.url)
+        none = {"TTFT": "-", "TTFT kept": "-", "TPOT": "-", "TPOT kept": "-"}
+        idle = {"waiting": "0", "admitted": "0", "refused": "0", **none, "TTFT": "1.5 s"}
+        read = await eventually(look, lambda read: (read["queue"] or {}).get("batch", {}).get("waiting") == "2")
+        assert read["queue"] == {"fast": idle, "batch": {**idle, **none, "waiting": "2"}}
+        prefill.load["waiting_tokens"] = 0
+        await asyncio.gather(*waiting)
+        await eventually(look, lambda read: read["queue"]["batch"]["admitted"] == "2")
+        assert (await http.post("/v1/completions", json={**PROMPT, "slo_class": "fast"})).status_code == 200
+        await eventually(look, lambda read: read["queue"]["fast"]["TTFT kept"] == "100 %")
+        await look.keep("classes")
+        assert look.complaints == []
 
 
 async def test_a_key_is_asked_for_and_kept_in_the_tab_alone(tmp_path: Path, screenshots: str) -> None:

@@ -30,7 +30,7 @@ from router.client import AsyncClient, Client, ClusterOverview
 from router.client.overview import overview_of
 from router.config import RouterConfig
 from router.front.keys import hash_of, new_key
-from router.overview import Alert, Latency, LiveStates
+from router.overview import Alert, ClassOverview, Latency, LiveStates
 from router.server import RouterServer
 
 
@@ -141,6 +141,11 @@ async def test_the_pool_the_rates_and_what_is_wrong(tmp_path: Path) -> None:
     leaky = replace(before, alerts=(Alert(kind="leak", worker="decode-0", text="decode-0 has 4 leaked blocks"),))
     assert "decode-0 has 4 leaked blocks" in drawn(leaky)
     assert "TTFT -" in drawn(before)
+    queue = ClassOverview(name="fast", ttft_s=1.0, tpot_s=0.0, waiting=3, admitted=9, refused={"target": 2})
+    classes = (queue, replace(queue, name="slow", refused={}, kept={"ttft": 7}, missed={"ttft": 1}))
+    told = drawn(replace(before, classes=classes))
+    assert "class fast: 3 waiting, 9 admitted, refused: 2 target" in told
+    assert "class slow: 3 waiting, 9 admitted, refused: 0; TTFT kept by 7 of 8" in told
     timed = Latency(bounds=(0.1, 0.2), counts=(50, 50, 0), total_s=12.0)
     told = drawn(replace(before, requests=LiveStates(queued=1, decoding=7), latency={"ttft": timed}))
     assert "1 queued, 0 prefilling, 0 in handoff, 7 decoding; TTFT p50 100 ms, p99 198 ms" in told

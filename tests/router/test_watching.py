@@ -18,6 +18,7 @@ from test_top import routing
 from protocol.errors import ConfigError
 from router.front.app import Front
 from router.front.config import FrontConfig
+from router.front.keys import Gatekeeper, Key, hash_of, new_key
 from router.front.watching import SharedSnapshot
 from router.tokenizer import Tokenizer
 
@@ -50,9 +51,9 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def watching(http: httpx.AsyncClient) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
+async def watching(http: httpx.AsyncClient, key: str = "") -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
     """What a watcher is sent."""
-    async with http.stream("GET", EVENTS) as answer:
+    async with http.stream("GET", EVENTS, headers=shown(key)) as answer:
         assert answer.status_code == 200, await answer.aread()
         assert answer.headers["content-type"].startswith("text/event-stream")
 
@@ -64,8 +65,13 @@ async def watching(http: httpx.AsyncClient) -> AsyncIterator[AsyncIterator[dict[
         yield events()
 
 
-def client_of(url: str) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=url, trust_env=False, timeout=PATIENCE)
+def shown(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
+def client_of(url: str, address: str = "127.0.0.1") -> httpx.AsyncClient:
+    transport = httpx.AsyncHTTPTransport(local_address=address)
+    return httpx.AsyncClient(base_url=url, trust_env=False, timeout=PATIENCE, transport=transport)
 
 
 def test_a_snapshot_serves_for_its_time() -> None:
@@ -111,6 +117,37 @@ async def test_no_more_watch_than_may(bpe_tokenizer: Tokenizer) -> None:
             await until(lambda: front._watching.watchers == 0)
             async with watching(http) as events:
                 await anext(events)
+
+
+async def test_one_key_does_not_take_the_places_of_all(bpe_tokenizer: Tokenizer) -> None:
+    ann, bob = new_key(), new_key()
+    gatekeeper = Gatekeeper(Key(name=name, sha256=hash_of(key)) for name, key in (("ann", ann), ("bob", bob)))
+    front = Front(Counting(), bpe_tokenizer, FrontConfig(max_watchers=3, max_watchers_each=2), gatekeeper)
+    with serving(front) as url:
+        async with client_of(url) as http, contextlib.AsyncExitStack() as stack:
+            watchers = [await stack.enter_async_context(watching(http, key)) for key in (ann, ann)]
+            for events in watchers:
+                await anext(events)
+            refused = await http.get(EVENTS, headers=shown(ann))
+            assert refused.status_code == 429
+            assert "2 watch the cluster with this key" in refused.json()["error"]["message"]
+            another = await stack.enter_async_context(watching(http, bob))
+            await anext(another)
+            refused = await http.get(EVENTS, headers=shown(bob))
+            assert "3 watch the cluster, and no more" in refused.json()["error"]["message"]
+        await until(lambda: front._watching.watchers == 0)
+
+
+async def test_where_no_key_is_needed_one_address_does_not_either(bpe_tokenizer: Tokenizer) -> None:
+    front = front_before(Counting(), bpe_tokenizer, max_watchers_each=1)
+    with serving(front) as url:
+        async with client_of(url) as http, client_of(url, "127.0.0.2") as other, watching(http) as events:
+            await anext(events)
+            refused = await http.get(EVENTS)
+            assert refused.status_code == 429
+            assert "1 watch the cluster from this address" in refused.json()["error"]["message"]
+            async with watching(other) as elsewhere:
+                await anext(elsewhere)
 
 
 async def test_who_reads_nothing_is_dropped_and_others_watch_on(bpe_tokenizer: Tokenizer) -> None:
@@ -160,7 +197,7 @@ async def test_the_events_are_what_the_cluster_page_says_and_end_with_the_router
             assert [event async for event in events][1:] == []
 
 
-@pytest.mark.parametrize("field", ["max_watchers", "watch_interval", "watch_patience"])
+@pytest.mark.parametrize("field", ["max_watchers", "max_watchers_each", "watch_interval", "watch_patience"])
 def test_a_bound_that_will_not_do_is_named(field: str) -> None:
     with pytest.raises(ConfigError, match=f"{field} must be .*, got 0") as caught:
         FrontConfig(**{field: 0})  # type: ignore[arg-type]

@@ -33,6 +33,8 @@ def profile(
     max_model_len: int = 4096,
     prefills: bool = False,
     max_sequences: int = 0,
+    host: str = "127.0.0.1",
+    link_rate: float = 0.0,
 ) -> WorkerProfile:
     return WorkerProfile(
         role=role,
@@ -41,9 +43,11 @@ def profile(
         max_model_len=max_model_len,
         layout=layout,
         num_blocks=64,
-        peer_endpoint="tcp://127.0.0.1:1" if role == "prefill" else "",
+        peer_endpoint=f"tcp://{host}:1" if role == "prefill" else "",
+        kv_addresses=(f"tcp://{host}:2",) if role == "decode" else (),
         prefills=prefills,
         max_sequences=max_sequences,
+        link_rate=link_rate,
     )
 
 
@@ -60,12 +64,22 @@ def heartbeat(
     layout: KVLayout = LAYOUT,
     prefills: bool = False,
     max_sequences: int = 0,
+    host: str = "127.0.0.1",
+    link_rate: float = 0.0,
     free: int = 63,
     transfer: TransferCounts | None = None,
     **load: object,
 ) -> Heartbeat:
     told = WorkerLoad(**{"pool": pool(free), **load})  # type: ignore[arg-type]
-    known = profile(role, model=model, layout=layout, prefills=prefills, max_sequences=max_sequences)
+    known = profile(
+        role,
+        model=model,
+        layout=layout,
+        prefills=prefills,
+        max_sequences=max_sequences,
+        host=host,
+        link_rate=link_rate,
+    )
     return Heartbeat(known, told, transfer or TransferCounts())
 
 

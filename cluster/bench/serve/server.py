@@ -18,6 +18,7 @@ from cluster.bench.serve.events import EventReader
 from cluster.bench.serve.prompt import PromptMaker
 from cluster.bench.traces.request import TraceRequest
 from protocol.errors import ConfigError, MalformedFrame
+from router.client.lines import Lines
 from router.client.results import ModelCard, error_of, models_of
 from router.client.wire import (
     COMPLETIONS,
@@ -104,13 +105,14 @@ class Server:
             ) as response:
                 if response.status_code >= 400:
                     return f"http_{response.status_code}"
-                events = EventReader()
-                async for line in response.aiter_lines():
-                    piece = events.push(line)
-                    if piece is not None:
-                        watch.push(piece, clock())
-                    elif events.failed is not None:
-                        return events.failed
+                events, lines = EventReader(), Lines()
+                async for data in response.aiter_bytes():
+                    for line in lines.push(data):
+                        piece = events.push(line)
+                        if piece is not None:
+                            watch.push(piece, clock())
+                        elif events.failed is not None:
+                            return events.failed
                 return None if events.done else "broken_stream"
         except httpx.TransportError as error:
             return connection_error(error, self.url).code
