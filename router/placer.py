@@ -33,13 +33,18 @@ LEAST_TOKENS = 4
 
 @dataclass(frozen=True, slots=True)
 class PlacerConfig:
-    """Settings; see ``RouterConfig`` for each."""
+    """Settings; see ``RouterConfig`` for each.
+
+    Attributes:
+        first_turn: where this router's turns begin.
+    """
 
     model: str
     policy: str
     local_prefill: LocalPrefillRule = field(default_factory=LocalPrefillRule)
     slow_start: float = 10.0
     explained_requests: int = 1024
+    first_turn: int = 0
 
 
 class Placer:
@@ -53,12 +58,14 @@ class Placer:
         index: of the workers' prefix caches.
         feeds: that keep it.
         explanations: of the last decisions.
+        first_turn: where the turns of this router's requests begin.
     """
 
     def __init__(self, config: PlacerConfig, registry: WorkerRegistry) -> None:
         self.index = BlockIndex()
         self.feeds = KVFeeds(self.index)
         self.explanations = Explanations(config.explained_requests)
+        self.first_turn = config.first_turn
         self._config = config
         self._registry = registry
         self._fleet = Fleet(config.model, config.slow_start)

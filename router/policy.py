@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from zlib import crc32
 
 import numpy as np
 
@@ -32,6 +33,8 @@ LINK_USE = 0.1
 """What a second of a link costs where nobody waits for it."""
 SPREAD = 2.0
 """Mean prompts' times that a prefill worker costs more which was sent twice the mean lately."""
+STRIDE = 7919
+"""Turns between the beginnings of two routers; a prime, so that these differ among any number of equals."""
 TOLERANCE = 5e-3
 """Share by which the default policy takes two costs for equal."""
 LATE = 100.0
@@ -280,6 +283,12 @@ def place(policy: str, snapshot: Snapshot, demand: Demand) -> Choice:
         f"no prefill worker has a decode worker that it can ship to; {first.peer.name} (here) and "
         f"{second.peer.name} (there): {mismatch(first.profile, second.profile)}"
     )
+
+
+def first_turn(router: str) -> int:
+    """Where the turns of a router's requests begin: several that were in step would all take the same of equals."""
+    number = router.rpartition("-")[2]
+    return STRIDE * (int(number) if number.isdecimal() else crc32(router.encode()))
 
 
 def _best(costs: Floats, rows: Rows, ranking: Ranking, demand: Demand) -> int:

@@ -16,7 +16,7 @@ from protocol.layout import KVLayout
 from router.fleet import Fleet
 from router.forecast import forecast
 from router.pairing import mismatch
-from router.policy import POLICIES, Demand, Snapshot, place
+from router.policy import POLICIES, Demand, Snapshot, first_turn, place
 from router.registry import Worker
 
 OTHER = KVLayout(num_layers=2, kv_heads=4, head_dim=8, block_size=4)
@@ -321,3 +321,11 @@ def test_prefix_aware_goes_by_the_prefix_until_the_load_is_too_uneven() -> None:
         return fleet.workers[choice.prefill].peer.name  # type: ignore[union-attr]
 
     assert [chosen(waiting) for waiting in (0, 4000, 5000)] == ["p0", "p0", "p1"]
+
+
+def test_routers_that_begin_together_do_not_take_the_same_of_equals() -> None:
+    assert first_turn("router-0") == 0
+    starts = [first_turn(f"router-{number}") for number in range(8)]
+    pairs = {pick(two_by_two(), policy="cost", turn=start) for start in starts}
+    assert len(pairs) == 4
+    assert first_turn("here") != first_turn("there")
