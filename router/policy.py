@@ -19,7 +19,7 @@ from router.columns import Bools, Floats, Rows
 from router.fleet import Fleet
 from router.forecast import HORIZON, Forecast, lateness
 from router.pair import cheapest
-from router.pairing import mismatch
+from router.pairing import unpaired
 from router.registry import Worker
 
 DEFAULT = "cost"
@@ -281,7 +281,7 @@ def place(policy: str, snapshot: Snapshot, demand: Demand) -> Choice:
     assert second is not None
     raise NoWorkerAvailable(
         f"no prefill worker has a decode worker that it can ship to; {first.peer.name} (here) and "
-        f"{second.peer.name} (there): {mismatch(first.profile, second.profile)}"
+        f"{second.peer.name} (there): {unpaired(first, second)}"
     )
 
 
