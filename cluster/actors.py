@@ -43,6 +43,7 @@ class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
         name, role: of its order.
         pid: of its process.
         host: address of its machine.
+        node: Ray's id of that.
         state: a value of :class:`cluster.hosting.HostState`.
         stage, fraction: how far it has come up.
         error: why it failed, or "".
@@ -65,6 +66,7 @@ class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
     draining: bool = False
     switched: bool = False
     phases: tuple[Phase, ...] = ()
+    node: str = ""
 
     @property
     def restarted(self) -> bool:
@@ -96,6 +98,7 @@ class ServiceActor:
         logs = self._order.config.logging
         set_up_logging(self._order.name, logs.format, logs.level)
         self._address = ray.util.get_node_ip_address()
+        self._node = ray.get_runtime_context().get_node_id()
         self._host = Host(self._order.name, self._make, on_fatal=_end_process, on_left=_leave)
         self._host.begin()
 
@@ -116,6 +119,7 @@ class ServiceActor:
                 draining=self._drained,
                 switched=not self._before,
                 phases=(*self._before, *host.phases),
+                node=self._node,
             )
         )
 
@@ -255,10 +259,15 @@ class RouterService:
         self._drained.set()
 
 
-def create_actor(ray: Any, order: ActorOrder) -> Any:
+def create_actor(ray: Any, order: ActorOrder, node: str | None = None) -> Any:
     """Place a detached actor for ``order``; it starts by itself, and is not made again when it ends.
 
     A router stays on this machine: its workers find a restarted one where the first one was.
+
+    Args:
+        ray: connected to the cluster.
+        order: what it is told.
+        node: Ray's id of the machine that it shall go to, and fails with; None leaves it to Ray.
     """
     options: dict[str, Any] = {
         "name": order.name,
@@ -270,9 +279,12 @@ def create_actor(ray: Any, order: ActorOrder) -> Any:
         "max_concurrency": MAX_CALLS,
         "runtime_env": {"env_vars": order.environment()},
     }
+    affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
     if order.role == "router":
-        here = ray.get_runtime_context().get_node_id()
-        options["scheduling_strategy"] = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(here, soft=False)
+        options["scheduling_strategy"] = affinity(ray.get_runtime_context().get_node_id(), soft=False)
+    elif node is not None:
+        # Not soft: so Ray sends one that asks for nothing anywhere.
+        options["scheduling_strategy"] = affinity(node, soft=False)
     elif order.spread:
         options["scheduling_strategy"] = "SPREAD"
     kind: type[ServiceActor] = RouterActor if order.role == "router" else WorkerActor

@@ -15,11 +15,13 @@ from typing import Any
 import msgspec
 
 from cluster.actors import ActorStatus, create_actor
+from cluster.autoscale.autoscaler import request, withdraw
 from cluster.config import ClusterConfig
 from cluster.member import is_member
 from cluster.model_store import resolve_model
 from cluster.ownership import check_ownership
 from cluster.phases import PhaseClock, spelled
+from cluster.placement import lacking, machines_of, spread_out
 from cluster.plan import ROUTER_NAME, ActorOrder, check_orders, planned_orders, router_order, worker_orders
 from cluster.port import bound_port
 from cluster.progress import Progress, Step, silent
@@ -27,6 +29,7 @@ from cluster.ray_node import connect, log_tail, node_alive, start_node, stop_nod
 from cluster.signals import uninterrupted
 from cluster.state import ClusterState, NodeState, StateStore
 from cluster.supervisor import SUPERVISOR_NAME, SupervisorOrder, SupervisorReport, create_supervisor, remove_record
+from protocol.codec import SPOKEN
 from protocol.errors import ClusterError, ClusterNotFound, StartFailed
 
 POLL_SECONDS = 0.1
@@ -124,6 +127,7 @@ class _BringUp:
         node = self._node()
         self._clock.enter("connection to it", time.monotonic())
         with connect(node, config.name) as ray:
+            self._await_machines(ray)
             self._clock.enter("processes", time.monotonic())
             here = "127.0.0.1" if node.owned else ray.util.get_node_ip_address()
             scheme = "https" if config.router.tls_certificate else "http"
@@ -134,9 +138,11 @@ class _BringUp:
                 hub=f"tcp://{here}:{router.hub_port}",
                 model=config.model_name,
                 transport=config.transfer.transport,
+                wire=SPOKEN,
             )
             # All at once: a worker knows where the router will be, and its connection waits for it.
-            handles = {order.name: self._place(ray, order) for order in (router, *workers)}
+            nodes = {} if node.owned else spread_out(workers, machines_of(ray))
+            handles = {order.name: self._place(ray, order, nodes.get(order.name)) for order in (router, *workers)}
             order = SupervisorOrder(
                 name=config.name,
                 config=config,
@@ -170,10 +176,27 @@ class _BringUp:
         self._progress(Step(actor="ray", stage="ready", fraction=1.0))
         return node
 
-    def _place(self, ray: Any, order: ActorOrder) -> Any:
+    def _await_machines(self, ray: Any) -> None:
+        """Place nothing before there are the machines that it shall be placed on."""
+        config = self._config
+        if not lacking(config, machines_of(ray)):
+            return
+        self._clock.enter("machines", time.monotonic())
+        # Where machines come when somebody wants them, nobody else does yet.
+        request(config, {"prefill": config.prefill.replicas, "decode": config.decode.replicas})
+        try:
+            while awaited := lacking(config, machines_of(ray)):
+                self._progress(Step(actor="ray", stage=f"waiting for {awaited}"))
+                if time.monotonic() > self._deadline:
+                    raise StartFailed(f"not there within {config.ray.start_timeout:g} s: {awaited}")
+                time.sleep(POLL_SECONDS)
+        finally:
+            withdraw(config)
+
+    def _place(self, ray: Any, order: ActorOrder, node: str | None) -> Any:
         self._progress(Step(actor=order.name, stage="placing"))
         try:
-            return create_actor(ray, order)
+            return create_actor(ray, order, node)
         except ValueError as error:  # Ray's word for a name that is taken
             raise StartFailed(f"cannot place {order.name}: {error}") from error
 

@@ -100,6 +100,7 @@ def status_command(
 ) -> None:
     """Show the processes of a cluster and what they do."""
     from cluster.display import print_json, start_lines, status_table
+    from cluster.placement import unused_line
     from cluster.standard_output import kept_for_the_answer
     from cluster.state import StateStore
     from cluster.status import cluster_report
@@ -115,6 +116,8 @@ def status_command(
     if report.actors:
         # Whoever reads it through a pipe wants whole words.
         Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(status_table(report))
+        if report.unused:
+            typer.echo(unused_line(report.unused))
     for line in start_lines(report):
         typer.echo(line)
     if report.actors and report.state == "degraded" and not report.supervised:

@@ -88,7 +88,8 @@ class RoleSection(msgspec.Struct, frozen=True, kw_only=True):
         gpus: GPUs that Ray sets aside for each.
         resources: Ray's custom resources that are set aside for each, by name, such as {rdma: 1}; a worker is placed
             only where they are.
-        placement: "pack" fills nodes one after the other; "spread" puts each worker where the fewest are.
+        placement: "pack" fills nodes one after the other; "spread" puts each worker where the fewest of its role are,
+            and a cluster that comes up waits for two machines at least, or for ``ray.machines``.
         threads: compute threads of each; None shares the cores of this machine evenly on our own node, and takes
             ``cpus`` on a joined one.
         engine: differences from the shared engine settings.
@@ -119,6 +120,12 @@ class RoleSection(msgspec.Struct, frozen=True, kw_only=True):
             ),
             ("threads", self.threads is None or 1 <= self.threads <= 1024, "in [1, 1024], or null"),
         )
+
+    @property
+    def reserved(self) -> dict[str, float]:
+        """What Ray sets aside for each, by Ray's names."""
+        wanted = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
+        return {name: amount for name, amount in wanted.items() if amount}
 
 
 class SpeculationSection(msgspec.Struct, frozen=True, kw_only=True):
@@ -259,12 +266,15 @@ class RaySection(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         address: of a running Ray cluster to join, or "auto"; None starts a node of our own for this cluster alone.
+        machines: of the Ray cluster that was joined that must be there before anything is placed; None waits for two
+            where a role is to be spread, else for none.
         cpus, gpus: what our own node offers; None takes what the machine has.
         object_store_memory: bytes; nothing of ours rides on the object store, so the least that Ray takes will do.
         start_timeout: seconds in which everything must be ready.
     """
 
     address: str | None = None
+    machines: int | None = None
     cpus: int | None = None
     gpus: int | None = None
     object_store_memory: int = 100 << 20
@@ -274,6 +284,7 @@ class RaySection(msgspec.Struct, frozen=True, kw_only=True):
         check(
             self,
             ("address", self.address is None or bool(self.address.strip()), "host:port, 'auto' or null"),
+            ("machines", self.machines is None or 1 <= self.machines <= 4096, "in [1, 4096], or null"),
             ("cpus", self.cpus is None or self.cpus >= 1, "at least 1, or null"),
             ("gpus", self.gpus is None or self.gpus >= 0, "at least 0, or null"),
             (
@@ -283,6 +294,11 @@ class RaySection(msgspec.Struct, frozen=True, kw_only=True):
             ),
             ("start_timeout", 0 < self.start_timeout <= 86400, "in (0, 86400] seconds"),
         )
+        if self.machines is not None and self.machines > 1 and self.address is None:
+            raise ConfigError(
+                f"machines must be 1, or null, on a Ray node of our own (address: null), got {self.machines}",
+                field="machines",
+            )
 
 
 class LoggingSection(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,12 +6,14 @@ Life cycle: made empty by the supervisor's thread, which asks it at every turn; 
 from __future__ import annotations
 
 import traceback
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from cluster.actors import ActorStatus, create_actor
 from cluster.member import MemberRecord, Sight
+from cluster.placement import least_used, machines_of
 from cluster.plan import ActorOrder
 
 
@@ -29,6 +31,7 @@ class Crew:
         self._ray = ray
         self._handles: dict[str, Any] = {}
         self._asked: dict[str, Any] = {}
+        self._sent: dict[str, str] = {}
         self.statuses: dict[str, ActorStatus] = {}
 
     def look(self, members: list[MemberRecord]) -> list[tuple[str, Sight, str]]:
@@ -37,11 +40,19 @@ class Crew:
             self._forget(name)
         return [(member.name, *self._look_at(member.name, member.incarnation)) for member in members]
 
-    def create(self, order: ActorOrder) -> None:
-        """Make a process; one that cannot be made is absent at the next look."""
+    def create(self, order: ActorOrder, fellows: Mapping[str, str]) -> None:
+        """Make a process; one that cannot be made is absent at the next look.
+
+        Args:
+            order: what it is told.
+            fellows: roles of the workers, by name, that it shall not be beside, where it is to be spread.
+        """
         self._forget(order.name)
         try:
-            self._handles[order.name] = create_actor(self._ray, order)
+            node = self._node_for(order, fellows) if order.spread else None
+            self._handles[order.name] = create_actor(self._ray, order, node)
+            if node is not None:
+                self._sent[order.name] = node
         except ValueError:  # Ray's word for a name that is taken: the former life is not buried yet
             traceback.print_exc()
 
@@ -59,6 +70,12 @@ class Crew:
         """End a process at once."""
         if name in self._handles:
             self._ray.kill(self._handles[name], no_restart=True)
+
+    def _node_for(self, order: ActorOrder, fellows: Mapping[str, str]) -> str | None:
+        seen = {name: status.node for name, status in self.statuses.items()}
+        nodes = self._sent | seen
+        others = [(role, nodes[name]) for name, role in fellows.items() if name in nodes]
+        return least_used(order, machines_of(self._ray), others)
 
     def _look_at(self, name: str, incarnation: int) -> tuple[Sight, str]:
         if name not in self._handles:
@@ -91,5 +108,5 @@ class Crew:
         return (Sight.READY if status.state == "ready" else Sight.STARTING), ""
 
     def _forget(self, name: str) -> None:
-        for book in (self._handles, self._asked, self.statuses):
+        for book in (self._handles, self._asked, self._sent, self.statuses):
             book.pop(name, None)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -30,13 +31,9 @@ def scale_command(
     timeout: Patience = 600.0,
 ) -> None:
     """Have so many workers of a role: further ones are started, and those too many finish what they have and leave."""
-    from cluster.display import StepPrinter
     from cluster.operations import scale
-    from cluster.state import StateStore
 
-    store = StateStore()
-    printer, name = StepPrinter(Console(stderr=True)), cluster or store.only()
-    _show(name, scale(name, counts(wanted), printer, timeout=timeout, store=store))
+    _do(cluster, timeout, lambda name, how: scale(name, counts(wanted), **how))
 
 
 def drain_command(
@@ -46,13 +43,9 @@ def drain_command(
     timeout: Patience = 600.0,
 ) -> None:
     """Take a worker out: it gets no new work, finishes what it has, waits for who reads its KV, and is gone."""
-    from cluster.display import StepPrinter
     from cluster.operations import drain
-    from cluster.state import StateStore
 
-    store = StateStore()
-    printer, name = StepPrinter(Console(stderr=True)), cluster or store.only()
-    _show(name, drain(name, worker, printer, drain_timeout=limit, timeout=timeout, store=store))
+    _do(cluster, timeout, lambda name, how: drain(name, worker, drain_timeout=limit, **how))
 
 
 def role_command(
@@ -63,13 +56,9 @@ def role_command(
     timeout: Patience = 600.0,
 ) -> None:
     """Let a worker take the other role: it drains, and goes on in the same process, its weights still loaded."""
-    from cluster.display import StepPrinter
     from cluster.operations import change_role
-    from cluster.state import StateStore
 
-    store = StateStore()
-    printer, name = StepPrinter(Console(stderr=True)), cluster or store.only()
-    _show(name, change_role(name, worker, role, printer, drain_timeout=limit, timeout=timeout, store=store))
+    _do(cluster, timeout, lambda name, how: change_role(name, worker, role, drain_timeout=limit, **how))
 
 
 def restart_command(
@@ -79,18 +68,15 @@ def restart_command(
 ) -> None:
     """Replace every worker, one by one, while the others serve; with FILE by workers that are configured by it."""
     from cluster.config_file import load_config
-    from cluster.display import StepPrinter
     from cluster.model_store import resolve_model
     from cluster.operations import restart
     from cluster.plan import check_orders, planned_orders
-    from cluster.state import StateStore
 
-    store = StateStore()
     config = None if file is None else load_config(file)
     if config is not None:
         check_orders(planned_orders(config), resolve_model(config.model))
-    name = cluster or (store.only() if config is None else config.name)
-    _show(name, restart(name, config, StepPrinter(Console(stderr=True)), timeout=timeout, store=store))
+    named = cluster if cluster or config is None else config.name
+    _do(named, timeout, lambda name, how: restart(name, config, **how))
 
 
 def logs_command(
@@ -126,5 +112,19 @@ def counts(words: list[str]) -> dict[str, int]:
     return found
 
 
-def _show(cluster: str, report: SupervisorReport) -> None:
-    typer.echo(f"cluster {cluster!r}: {report.wanted['prefill']} prefill, {report.wanted['decode']} decode workers")
+def _do(cluster: str | None, timeout: float, operation: Callable[[str, Any], SupervisorReport]) -> None:
+    """Have an operation done to a cluster, or to the only one, telling of its steps and of what there is then.
+
+    Args:
+        cluster: its name.
+        timeout: seconds to wait.
+        operation: is given the name, and what each of them takes besides.
+    """
+    from cluster.display import StepPrinter
+    from cluster.state import StateStore
+
+    store = StateStore()
+    name = cluster or store.only()
+    how = {"progress": StepPrinter(Console(stderr=True)), "timeout": timeout, "store": store}
+    wanted = operation(name, how).wanted
+    typer.echo(f"cluster {name!r}: {wanted['prefill']} prefill, {wanted['decode']} decode workers")

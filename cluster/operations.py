@@ -17,7 +17,8 @@ from cluster.progress import Progress, Step, silent
 from cluster.ray_node import connect, node_alive
 from cluster.state import ClusterState, StateStore
 from cluster.supervisor import SUPERVISOR_NAME, Answer, SupervisorReport
-from protocol.errors import ClusterError, ClusterNotFound, ConfigError
+from protocol.codec import SPOKEN
+from protocol.errors import ClusterError, ClusterNotFound, ConfigError, VersionMismatch
 
 POLL_SECONDS = 0.2
 CALL_SECONDS = 30.0
@@ -219,9 +220,15 @@ def restart(
 
     Raises:
         ConfigError: ``config`` changes what only a cluster that comes up can take; names it.
+        VersionMismatch: workers of the release that is installed now could not speak with the router that is up.
         ClusterNotFound, ClusterError: as they say.
     """
-    with operator(name, store) as (asked, _, _):
+    with operator(name, store) as (asked, state, _):
+        if state.wire.common(SPOKEN) is None:
+            raise VersionMismatch(
+                f"the router of cluster {name!r} speaks wire version {state.wire}, workers that begin now {SPOKEN}: "
+                f"kvferry down {name}, and up again"
+            )
         if config is not None:
             present = asked.ask("config").config
             assert present is not None, "the answer to this question has one"

@@ -73,6 +73,11 @@ class ActorOrder(msgspec.Struct, frozen=True, kw_only=True):
         return {} if self.role == "router" else self.config.section(self.role).resources
 
     @property
+    def reserved(self) -> dict[str, float]:
+        """All of that, by Ray's names."""
+        return {"CPU": self.cpus} if self.role == "router" else self.config.section(self.role).reserved
+
+    @property
     def spread(self) -> bool:
         """Whether it shall be where the fewest others are."""
         return self.role != "router" and self.config.section(self.role).placement == "spread"

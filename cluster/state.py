@@ -17,6 +17,7 @@ import psutil
 
 from cluster.phases import Phase
 from protocol.errors import ClusterError, ClusterExists, ClusterNotFound
+from protocol.versions import UNTOLD, Versions
 
 MAX_STATE_BYTES = 1 << 20
 CLOCK_SLACK_SECONDS = 2.0
@@ -86,6 +87,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
         secret: what every process of the cluster must know to be spoken with; the file is readable by its owner alone.
         ready: whether it came up.
         phases: how long each phase of its coming up took.
+        wire: versions of the wire that its router speaks, which is not replaced while it is up.
     """
 
     name: str
@@ -100,6 +102,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     secret: str = ""
     ready: bool = False
     phases: tuple[Phase, ...] = ()
+    wire: Versions = UNTOLD
 
     def __repr__(self) -> str:
         # Whatever is logged or raised with a state in it must not tell the secret.

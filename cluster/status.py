@@ -8,6 +8,7 @@ import msgspec
 
 from cluster.actors import ActorStatus
 from cluster.phases import Phase
+from cluster.placement import machines_of, unused
 from cluster.ray_node import connect, node_alive
 from cluster.state import ClusterState, StateStore
 from cluster.supervisor import SUPERVISOR_NAME, MemberReport, SupervisorReport
@@ -34,6 +35,7 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
         wanted: how many processes of each role there shall be, as the supervisor has it; empty where that is silent.
         supervised: whether the supervisor answers, which brings back what dies.
         phases: how long each phase of its coming up took, from the command to ready.
+        unused: addresses of machines of a Ray cluster that was joined on which nothing of this one runs.
         hint: what to do about a cluster that will not come back by itself; "" for any other.
     """
 
@@ -46,6 +48,7 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
     wanted: dict[str, int] = {}
     supervised: bool = False
     phases: tuple[Phase, ...] = ()
+    unused: tuple[str, ...] = ()
     hint: str = ""
 
 
@@ -70,12 +73,13 @@ def cluster_report(name: str, *, store: StateStore | None = None) -> ClusterRepo
         members = {member.name: member for member in supervisor.members} if supervisor.begun else {}
         names = tuple(members) or state.actors
         actors = tuple(_explained(actor, members.get(actor.status.name)) for actor in _ask(ray, names))
+        free = () if state.node.owned else unused(machines_of(ray), (actor.status.node for actor in actors))
     well = bool(actors) and all(actor.status.state == "ready" for actor in actors)
     word = "unfinished" if unfinished else "starting"
     if state.ready:
         word = "ready" if well and supervisor.begun else "degraded"
     report = _report(state, word, actors)
-    return msgspec.structs.replace(report, wanted=supervisor.wanted, supervised=supervisor.begun)
+    return msgspec.structs.replace(report, wanted=supervisor.wanted, supervised=supervisor.begun, unused=free)
 
 
 def _supervisor(ray: Any) -> SupervisorReport:

@@ -137,6 +137,15 @@ class Supervision:
             return False
         return not any(self._outdated(role) or self._lacks(role) for role in self._record.wanted)
 
+    def fellows(self, name: str) -> dict[str, str]:
+        """Roles of the workers beside ``name`` that are to stay as they are."""
+        return {
+            member.record.name: member.record.role
+            for role in ROLES
+            for member in self._staying(role)
+            if member.record.name != name and member.record.revision == self._record.revision
+        }
+
     # --- what is wanted -------------------------------------------------------------------------------------------
 
     def scale(self, wanted: Mapping[str, int]) -> None:

@@ -248,7 +248,8 @@ class Supervisor:
                 self._store._internal_kv_put(key, value, True, namespace=STORE_NAMESPACE)
             case Create(member):
                 assert self._supervision is not None
-                self._crew.create(self._order.order(member, self._supervision.record.config))
+                order = self._order.order(member, self._supervision.record.config)
+                self._crew.create(order, self._supervision.fellows(member.name))
             case Drain(name, timeout):
                 self._crew.drain(name, timeout)
             case Switch(member):

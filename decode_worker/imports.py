@@ -45,8 +45,8 @@ class Imports:
         receiver: writes into the pool what prefill workers ship.
         vocab_size: of the model that the tokens handed over go to.
         send: sends a message to a prefill worker.
-        commit: called when every block is there and its window is closed, with the handover and the seconds from the
-            end of prefill's last chunk to now.
+        commit: called when every block is there and its window is closed, with what came and the seconds from the end
+            of prefill's last chunk to now.
         failed: called when an import ended badly.
         freed: called when blocks of a failed import came free.
         watch: sees what goes by; nobody does by default.
@@ -64,7 +64,7 @@ class Imports:
         *,
         vocab_size: int,
         send: Callable[[PrefillAddress, Message], bool],
-        commit: Callable[[RequestKey, Handover, float], None],
+        commit: Callable[[Commit, float], None],
         failed: Callable[[RequestKey, ErrorInfo], None],
         freed: Callable[[], None],
         watch: WorkerWatch | None = None,
@@ -184,7 +184,7 @@ class Imports:
                     self._freed()
                 case Commit(key, handover):
                     arrived = self._handed_over.pop(key)
-                    self._commit(key, handover, handover.tail + time.monotonic() - arrived)
+                    self._commit(instruction, handover.tail + time.monotonic() - arrived)
                 case Failed(key, error):
                     self._handed_over.pop(key, None)
                     self._failed(key, error)
@@ -200,7 +200,16 @@ class Imports:
         self.kv_blocks += len(landed.blocks)
         self.kv_bytes += landed.nbytes
         self.kv_seconds += landed.seconds
-        self._carry_out(self.book.landed(landed.ticket, len(landed.blocks), landed.nbytes, time.monotonic()))
+        self._carry_out(
+            self.book.landed(
+                landed.ticket,
+                len(landed.blocks),
+                landed.nbytes,
+                time.monotonic(),
+                seconds=landed.seconds,
+                transport=landed.transport,
+            )
+        )
 
     def _broken(self, ticket: bytes, error: TransferError) -> None:
         self.tally.landing_broke(error.code)

@@ -128,10 +128,9 @@ def _tell_prompt(whole: Span, leg: DecodeLeg) -> None:
         return
     about: dict[str, names.Value] = {}
     if leg.handover is not None:
-        about |= {names.TRANSPORT: leg.handover.transport, names.KV_BLOCKS: leg.handover.blocks}
-        about |= {names.KV_BYTES: leg.handover.nbytes}
+        about |= {names.KV_BLOCKS: leg.handover.blocks, names.KV_BYTES: leg.handover.nbytes}
     if leg.times is not None:
-        about[names.CACHED_BLOCKS] = leg.times.decode_cached_blocks
+        about |= {names.TRANSPORT: leg.times.transport, names.CACHED_BLOCKS: leg.times.decode_cached_blocks}
     told: list[tuple[str, float, names.Attributes]] = []
     if leg.handed_over is not None:
         told.append(("handover", leg.handed_over, {}))

@@ -35,6 +35,7 @@ from engine.block_pool import BlockPool
 from engine.engine import Engine
 from engine.pool_watch import PoolWatch
 from engine.step_watch import StepWatch
+from kv_transfer.instructions import Commit
 from protocol.curve import CurveKeys
 from protocol.departure import Leaver
 from protocol.errors import KVFerryError, Overloaded, Preempted, ProtocolError, WorkerDraining, WorkerError
@@ -45,7 +46,6 @@ from protocol.messages import (
     Cancel,
     ErrorInfo,
     Failed,
-    Handover,
     Heartbeat,
     Message,
     Prefill,
@@ -285,12 +285,12 @@ class DecodeWorker:
             for key in self._forks.wanted(first):
                 self._drop(key)
 
-    def _commit(self, key: RequestKey, handover: Handover, handoff: float) -> None:
-        now = time.monotonic()
-        sequence = self._scheduler.commit(key, handover.next_token, now)
+    def _commit(self, commit: Commit, handoff: float) -> None:
+        now, handover = time.monotonic(), commit.handover
+        sequence = self._scheduler.commit(commit.key, handover.next_token, now)
         assert sequence.times is not None, "set when the reservation was made"
         times = msgspec.structs.replace(
-            sequence.times, ship=handover.ship, handoff=handoff, transport=handover.transport
+            sequence.times, ship=commit.seconds, handoff=handoff, transport=commit.transport
         )
         # What crossed is counted once, with the first.
         sequence.times = msgspec.structs.replace(times, kv_blocks=handover.blocks, kv_bytes=handover.nbytes)

@@ -69,6 +69,8 @@ class Import:
         forks: further continuations of it that the hand-over begins.
         vocab_size: tokens that the hand-over brings are below this; None where any will do.
         landed_blocks, landed_bytes: written so far.
+        landing_seconds: that the transport spent on them.
+        transport: URI scheme that they came by.
         handover: the record, once it is there.
         renew_at: when the next renewal is due; None when no more is.
         expires: when the import ends by itself; None while nothing counts.
@@ -85,6 +87,8 @@ class Import:
     vocab_size: int | None = None
     landed_blocks: int = 0
     landed_bytes: int = 0
+    landing_seconds: float = 0.0
+    transport: str = ""
     handover: Handover | None = None
     renew_at: float | None = None
     expires: float | None = None
@@ -110,7 +114,7 @@ class Import:
     @property
     def granted_bytes(self) -> int:
         """Bytes of these blocks on the wire."""
-        return 0 if self.grant is None else len(self.grant.blocks) * self.grant.wire.block_bytes
+        return 0 if self.grant is None else self.grant.nbytes
 
     @property
     def complete(self) -> bool:

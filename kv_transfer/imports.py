@@ -175,13 +175,26 @@ class ImportBook:
         self._by_ticket[ticket] = item
         return [OpenWindow(key, ticket, blocks, generations, prefill.peer), _send(item, item.grant)]
 
-    def landed(self, ticket: bytes, blocks: int, nbytes: int, now: float) -> list[Instruction]:
-        """So many blocks were written whole under ``ticket``. After the end of an import it changes nothing."""
+    def landed(
+        self, ticket: bytes, blocks: int, nbytes: int, now: float, *, seconds: float = 0.0, transport: str = ""
+    ) -> list[Instruction]:
+        """So many blocks were written whole under ``ticket``. After the end of an import it changes nothing.
+
+        Args:
+            ticket: of the grant.
+            blocks: that are whole now.
+            nbytes: that were written.
+            now: monotonic seconds.
+            seconds: that the transport spent on it.
+            transport: URI scheme that it came by.
+        """
         item = self._by_ticket.get(ticket)
         if item is None or not item.open:
             return []
         item.landed_blocks += blocks
         item.landed_bytes += nbytes
+        item.landing_seconds += seconds
+        item.transport = transport or item.transport
         return self._judge(item, now)
 
     def broken(self, ticket: bytes, error: TransferError, now: float) -> list[Instruction]:
@@ -192,7 +205,7 @@ class ImportBook:
         return self._drop(item, error, now)
 
     def handover(self, sender: Peer, message: Handover, now: float) -> list[Instruction]:
-        """Prefill has written everything. What it says must agree with what was granted and with what lands."""
+        """Prefill has written everything, or is about to. What it says must agree with the grant and what lands."""
         item = self._find(message.key)
         if item is None or item.grant is None or sender != item.prefill.peer or message.ticket != item.grant.ticket:
             return []
@@ -213,7 +226,8 @@ class ImportBook:
             return [FreeBlocks(item.key)]
         assert item.handover is not None
         self._tombstones.bury(item.key, ErrorInfo.of(TransferError(f"import {item.key} is committed")), now)
-        return [Commit(item.key, item.handover), _send(item, Settle(key=item.key))]
+        commit = Commit(item.key, item.handover, item.landing_seconds, item.transport)
+        return [commit, _send(item, Settle(key=item.key))]
 
     def renew(self, sender: Peer, message: Renew, now: float) -> list[Instruction]:
         """The prefill worker still computes the prompt: the import lives on."""

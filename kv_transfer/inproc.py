@@ -65,7 +65,7 @@ class InprocReceiver(Receiver):
 
     def __init__(self, bind: str, memory: memoryview, exchange: Exchange = PROCESS) -> None:
         self.memory = as_bytes(memory, writable=True)
-        self.book = WindowBook(self.memory.nbytes)
+        self.book = WindowBook(self.memory.nbytes, "inproc")
         self._exchange = exchange
         self._closed = False
         self._address = exchange.join(bind, self)

@@ -135,10 +135,19 @@ class CloseWindow:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Decode: the imported blocks are whole and nobody writes them; the sequence joins the next step."""
+    """Decode: the imported blocks are whole and nobody writes them; the sequence joins the next step.
+
+    Attributes:
+        key: of the import.
+        handover: where to go on.
+        seconds: spent by the transport on what landed.
+        transport: URI scheme that it came by; "" when nothing had to come.
+    """
 
     key: RequestKey
     handover: Handover
+    seconds: float = 0.0
+    transport: str = ""
 
 
 @dataclass(frozen=True, slots=True)

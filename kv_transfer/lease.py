@@ -2,9 +2,10 @@
 
 A lease keeps the source blocks of one request alive until its reader, one incarnation of a decode worker, has them.
 Life cycle of a key: opened when its prefill begins; granted, before that or at any time after; computed chunk by
-chunk, and shipped as it is computed; finished; handed over; then closed, exactly once: settled, cancelled, aborted,
-expired, failed, or its reader lost. A lease that closes with ships in flight drains first: its blocks are released when
-the last of them has reported, never on time alone. A closed key is remembered, so that what comes late changes nothing.
+chunk, and shipped as it is computed; finished, and handed over as soon as it is granted as well, with the last ship;
+then closed, exactly once: settled, cancelled, aborted, expired, failed, or its reader lost. A lease that closes with
+ships in flight drains first: its blocks are released when the last of them has reported, never on time alone. A closed
+key is remembered, so that what comes late changes nothing.
 
 The book does no I/O and reads no clock: each event takes ``now`` (monotonic seconds) and returns instructions.
 """
@@ -156,7 +157,7 @@ class LeaseBook:
         lease.grant = message
         lease.next_block = message.first_block
         self._sign_of_reader(lease, message.ttl, now)
-        return [*self._ship_computed(lease), *self._hand_over_if_done(lease, now)]
+        return [*self._ship_computed(lease), *self._hand_over(lease, now)]
 
     def computed(
         self, key: RequestKey, blocks: Sequence[int], now: float, *, layers: Layers | None = None
@@ -193,19 +194,9 @@ class LeaseBook:
         lease.finished_at = now
         if lease.expires is None:
             lease.expires = now + lease.ttl
-        return self._hand_over_if_done(lease, now)
+        return self._hand_over(lease, now)
 
-    def shipped(
-        self,
-        key: RequestKey,
-        ship_id: int,
-        nbytes: int,
-        blocks: int,
-        seconds: float,
-        now: float,
-        *,
-        transport: str = "",
-    ) -> list[Instruction]:
+    def shipped(self, key: RequestKey, ship_id: int, nbytes: int, blocks: int, now: float) -> list[Instruction]:
         """Every byte of a ship was acknowledged by the receiver, which ``blocks`` it finished.
 
         A report of an unknown ship changes nothing.
@@ -220,9 +211,10 @@ class LeaseBook:
             return self._close(lease, error, now, refuse=True, fail=True)
         lease.shipped_blocks += blocks
         lease.shipped_bytes += nbytes
-        lease.ship_seconds += seconds
-        lease.transport = transport
-        return self._hand_over_if_done(lease, now)
+        if lease.ships_differ:
+            error = IntegrityMismatch(f"lease {key}: its ships wrote {lease.shipped_bytes} bytes, not what was granted")
+            return self._close(lease, error, now, refuse=True, fail=True)
+        return []
 
     def ship_failed(self, key: RequestKey, ship_id: int, error: KVFerryError, now: float) -> list[Instruction]:
         """A ship ended otherwise, and reads the source no more: the lease fails. An unknown ship changes nothing."""
@@ -250,12 +242,15 @@ class LeaseBook:
         return [Send(lease.reader, Renew(key=lease.key, ttl=lease.ttl))] if lease.prefilling else []
 
     def settle(self, sender: Peer, message: Settle, now: float) -> list[Instruction]:
-        """The reader has committed what was handed over. Before that it changes nothing."""
+        """The reader has committed what was handed over. Before that it changes nothing.
+
+        It may be faster than the answer to the last ship, whose bytes have then all landed.
+        """
         lease = self._find(message.key)
         if lease is None or not self._is_reader(lease, sender) or lease.state is not LeaseState.HANDED_OVER:
             return []
         error = LeaseRefused(f"lease {lease.key} is settled")
-        return self._close(lease, error, now, refuse=False, fail=False)
+        return self._close(lease, error, now, refuse=False, fail=False, stop=False)
 
     def abort(self, sender: Peer, message: Abort, now: float) -> list[Instruction]:
         """The reader wants nothing any more. May come before :meth:`open`, which then opens nothing."""
@@ -338,19 +333,17 @@ class LeaseBook:
             ships.append(ship)
         return ships
 
-    def _hand_over_if_done(self, lease: Lease, now: float) -> list[Instruction]:
-        if not lease.everything_shipped:
-            return []
-        handover = lease.handover(now)
-        lease.tracker.move(LeaseEvent.HAND_OVER)
-        return [Send(lease.reader, handover)]
+    def _hand_over(self, lease: Lease, now: float) -> list[Instruction]:
+        return [Send(lease.reader, lease.handover(now))] if lease.state is LeaseState.HANDED_OVER else []
 
     def _take_ship(self, key: RequestKey, ship_id: int) -> tuple[Lease | None, int]:
         lease = self._leases.get(key)
         blocks = None if lease is None else lease.in_flight.pop(ship_id, None)
         return (None, 0) if blocks is None else (lease, blocks)
 
-    def _close(self, lease: Lease, error: KVFerryError, now: float, *, refuse: bool, fail: bool) -> list[Instruction]:
+    def _close(
+        self, lease: Lease, error: KVFerryError, now: float, *, refuse: bool, fail: bool, stop: bool = True
+    ) -> list[Instruction]:
         key, info = lease.key, _info(error)
         # With the hand-over sent the reader answers for the request, so its end is no longer ours to report.
         fail = fail and lease.state is not LeaseState.HANDED_OVER
@@ -360,7 +353,8 @@ class LeaseBook:
         if lease.in_flight:
             assert lease.grant is not None
             lease.tracker.move(LeaseEvent.CLOSE_IN_FLIGHT)
-            instructions = [StopShips(key, lease.grant.ticket), Quarantine(key)]
+            instructions = [StopShips(key, lease.grant.ticket)] if stop else []
+            instructions.append(Quarantine(key))
         else:
             lease.tracker.move(LeaseEvent.CLOSE)
             del self._leases[key]

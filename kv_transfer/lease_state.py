@@ -2,10 +2,13 @@
 
 ::
 
-    COMPUTING  - grant  -> GRANTED  - finish -> FLUSHING - hand over -> HANDED_OVER
-    COMPUTING  - finish -> COMPUTED - grant  -> FLUSHING
+    COMPUTING  - grant  -> GRANTED  - finish -> HANDED_OVER
+    COMPUTING  - finish -> COMPUTED - grant  -> HANDED_OVER
 
 Each of these closes: to CLOSED where no ship is in flight, else to DRAINING, and to CLOSED when the last has reported.
+
+The hand-over goes out with the last ship, not after its answer. It promises that every wanted block has been written or
+is in a ship under way; what has really landed only the reader knows, and it takes nothing over before that is all.
 """
 
 from __future__ import annotations
@@ -28,7 +31,6 @@ class LeaseState(Enum):
     COMPUTING = auto()
     GRANTED = auto()
     COMPUTED = auto()
-    FLUSHING = auto()
     HANDED_OVER = auto()
     DRAINING = auto()
     CLOSED = auto()
@@ -39,7 +41,6 @@ class LeaseEvent(Enum):
 
     GRANT = auto()
     FINISH = auto()
-    HAND_OVER = auto()
     CLOSE = auto()
     CLOSE_IN_FLIGHT = auto()
     DRAINED = auto()
@@ -52,21 +53,19 @@ LEASE_TABLE: TransitionTable[LeaseState, LeaseEvent] = TransitionTable(
         (LeaseState.COMPUTING, LeaseEvent.GRANT): LeaseState.GRANTED,
         (LeaseState.COMPUTING, LeaseEvent.FINISH): LeaseState.COMPUTED,
         (LeaseState.COMPUTING, LeaseEvent.CLOSE): LeaseState.CLOSED,
-        (LeaseState.GRANTED, LeaseEvent.FINISH): LeaseState.FLUSHING,
+        (LeaseState.GRANTED, LeaseEvent.FINISH): LeaseState.HANDED_OVER,
         (LeaseState.GRANTED, LeaseEvent.CLOSE): LeaseState.CLOSED,
         (LeaseState.GRANTED, LeaseEvent.CLOSE_IN_FLIGHT): LeaseState.DRAINING,
-        (LeaseState.COMPUTED, LeaseEvent.GRANT): LeaseState.FLUSHING,
+        (LeaseState.COMPUTED, LeaseEvent.GRANT): LeaseState.HANDED_OVER,
         (LeaseState.COMPUTED, LeaseEvent.CLOSE): LeaseState.CLOSED,
-        (LeaseState.FLUSHING, LeaseEvent.HAND_OVER): LeaseState.HANDED_OVER,
-        (LeaseState.FLUSHING, LeaseEvent.CLOSE): LeaseState.CLOSED,
-        (LeaseState.FLUSHING, LeaseEvent.CLOSE_IN_FLIGHT): LeaseState.DRAINING,
         (LeaseState.HANDED_OVER, LeaseEvent.CLOSE): LeaseState.CLOSED,
+        (LeaseState.HANDED_OVER, LeaseEvent.CLOSE_IN_FLIGHT): LeaseState.DRAINING,
         (LeaseState.DRAINING, LeaseEvent.DRAINED): LeaseState.CLOSED,
     },
 )
 """How a lease moves; anything else is illegal."""
 
-_MAY_SHIP = (LeaseState.GRANTED, LeaseState.FLUSHING, LeaseState.DRAINING)
+_MAY_SHIP = (LeaseState.GRANTED, LeaseState.HANDED_OVER, LeaseState.DRAINING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +103,7 @@ class Lease:
         grant: the reader's, once it is there.
         next_block: logical index of the first block that no ship has taken.
         in_flight: blocks that each ship finishes which has not reported, by ship id.
-        shipped_blocks, shipped_bytes, ship_seconds: sums over the reports.
-        transport: that the ships went by.
+        shipped_blocks, shipped_bytes: sums over the reports.
         next_token, fork_tokens, finished_at: set when the whole prompt is computed.
         expires: when the lease ends by itself; None while nothing counts.
     """
@@ -127,8 +125,6 @@ class Lease:
     in_flight: dict[int, int] = field(default_factory=dict)
     shipped_blocks: int = 0
     shipped_bytes: int = 0
-    ship_seconds: float = 0.0
-    transport: str = ""
     next_token: TokenId | None = None
     fork_tokens: tuple[TokenId, ...] = ()
     finished_at: float | None = None
@@ -155,14 +151,11 @@ class Lease:
         return self.finished_at is not None and self.grant is None
 
     @property
-    def everything_shipped(self) -> bool:
-        """Whether the prompt is computed, and every wanted block has been reported as written."""
-        return (
-            self.state is LeaseState.FLUSHING
-            and self.grant is not None
-            and not self.in_flight
-            and self.shipped_blocks == len(self.grant.blocks)
-        )
+    def ships_differ(self) -> bool:
+        """Whether everything has been reported as written, and it is not what was handed over."""
+        if self.state is not LeaseState.HANDED_OVER or self.in_flight or self.grant is None:
+            return False
+        return (self.shipped_blocks, self.shipped_bytes) != (len(self.grant.blocks), self.grant.nbytes)
 
     @property
     def computed_blocks(self) -> int:
@@ -256,9 +249,10 @@ class Lease:
         return self.layers is not None and self.layers.layout == grant.layout and grant.wire.as_in_pool
 
     def handover(self, now: float) -> Handover:
-        """The hand-over record of a lease that has shipped everything."""
-        assert self.everything_shipped
+        """The hand-over record of a lease whose wanted blocks have shipped, or are in ships under way."""
+        assert self.state is LeaseState.HANDED_OVER
         assert self.grant is not None
+        assert self.next_block == self.grant.first_block + len(self.grant.blocks), "ships take what is computed at once"
         assert self.next_token is not None
         assert self.finished_at is not None
         return Handover(
@@ -266,11 +260,9 @@ class Lease:
             num_tokens=self.num_tokens,
             next_token=self.next_token,
             fork_tokens=self.fork_tokens,
-            blocks=self.shipped_blocks,
-            nbytes=self.shipped_bytes,
+            blocks=len(self.grant.blocks),
+            nbytes=self.grant.nbytes,
             ticket=self.grant.ticket,
-            ship=self.ship_seconds,
-            transport=self.transport,
             tail=max(0.0, now - self.finished_at),
         )
 

@@ -64,11 +64,13 @@ class Tally:
         if item is not None and item.granted_at is None:
             item.granted_at = now
 
-    def shipped(self, key: RequestKey, transport: str, report: ShipReport) -> None:
+    def ships_by(self, key: RequestKey, transport: str) -> None:
+        """A ship of a lease sets out."""
+        if key in self._open:
+            self._open[key].transport = transport
+
+    def shipped(self, transport: str, report: ShipReport) -> None:
         """A ship of a lease, open or not, was acknowledged."""
-        item = self._open.get(key)
-        if item is not None:
-            item.transport = transport
         observed = self._path(transport).observed
         observed["ship_seconds"].add(report.seconds)
         observed["ship_bytes"].add(report.nbytes)

@@ -94,12 +94,14 @@ class Landed:
         blocks: destination block ids that are whole with it: those it wrote, unless bands of them are still to come.
         nbytes: written.
         seconds: from its first header to its last byte, on the receiver's clock.
+        transport: URI scheme that it came by.
     """
 
     ticket: bytes
     blocks: tuple[int, ...]
     nbytes: int
     seconds: float
+    transport: str = ""
 
 
 @dataclass(frozen=True, slots=True)

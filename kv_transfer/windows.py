@@ -72,8 +72,9 @@ class _Progress:
 class OpenWindow:
     """One window while ships may come; see the module for its life."""
 
-    def __init__(self, window: Window, on_landed: OnLanded, on_broken: OnBroken) -> None:
+    def __init__(self, window: Window, on_landed: OnLanded, on_broken: OnBroken, transport: str = "") -> None:
         self.window = window
+        self._transport = transport
         self.gate = Gate()
         self._loop = asyncio.get_running_loop()
         self._on_landed = on_landed
@@ -132,7 +133,8 @@ class OpenWindow:
                 return None
             del self._ships[part.ship]
         nbytes = len(progress.blocks) * (progress.bounds[1] - progress.bounds[0])
-        return Landed(self.window.ticket, tuple(progress.blocks), nbytes, now - progress.started)
+        blocks, seconds = tuple(progress.blocks), now - progress.started
+        return Landed(self.window.ticket, blocks, nbytes, seconds, self._transport)
 
     def lost(self, carrier: object) -> None:
         """A connection has ended; a ship that none is left of is given up if it does not go on."""
@@ -247,10 +249,12 @@ class WindowBook:
 
     Args:
         memory_bytes: length of the memory that windows lie in.
+        transport: URI scheme that is told with what has landed.
     """
 
-    def __init__(self, memory_bytes: int) -> None:
+    def __init__(self, memory_bytes: int, transport: str = "") -> None:
         self._memory_bytes = memory_bytes
+        self._transport = transport
         self._windows: dict[bytes, OpenWindow] = {}
         self._blocks: set[int] = set()
 
@@ -269,7 +273,7 @@ class WindowBook:
         if shared:
             raise InvariantViolation(f"block {min(shared)} is in a window that is still open", field="blocks")
         self._blocks.update(window.blocks)
-        self._windows[window.ticket] = OpenWindow(window, on_landed, on_broken)
+        self._windows[window.ticket] = OpenWindow(window, on_landed, on_broken, self._transport)
 
     def claim(self, ticket: bytes, sender: str, spans: int, blocks: int) -> OpenWindow:
         """The open window that ``sender`` may write a part of so many spans and blocks through.

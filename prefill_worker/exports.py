@@ -32,7 +32,7 @@ from prefill_worker.shipping import Shipping
 from protocol.errors import ChannelLost, KVFerryError, Preempted, TransferError, TransportRefused
 from protocol.ids import Peer, RequestKey
 from protocol.layout import KVLayout
-from protocol.messages import Abort, ErrorInfo, Grant, Message, Prefill, Renew, Settle
+from protocol.messages import Abort, ErrorInfo, Grant, Handover, Message, Prefill, Renew, Settle
 from protocol.transfer_counts import Outcome
 from protocol.worker_watch import WorkerWatch
 
@@ -197,9 +197,11 @@ class Exports:
                     self._pool.share(lease_owner(key), blocks)
                 case Ship():
                     self._spawn(self._ship(instruction))
+                case Send(peer, Handover() as message):
+                    # After the last ship's frame, which sets out in a turn of its own and has the longer way.
+                    asyncio.get_running_loop().call_soon(self._tell, peer, message)
                 case Send(peer, message):
-                    self._watch.sent(peer, message)
-                    self._send(peer, message)
+                    self._tell(peer, message)
                 case StopShips(_, ticket):
                     self._spawn(self._shipping.abort(ticket))
                 case Quarantine(key):
@@ -214,6 +216,10 @@ class Exports:
         for key in closed:
             self._closed(key)
 
+    def _tell(self, peer: Peer, message: Message) -> None:
+        self._watch.sent(peer, message)
+        self._send(peer, message)
+
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
@@ -224,6 +230,7 @@ class Exports:
         try:
             offered = self._shipping.ways(order)
             address = self.chooser.choose(offered)
+            self.tally.ships_by(order.key, scheme_of(address))
             report = await self._shipping.ship(address, order)
         except Exception as error:
             # Whatever went wrong, the book must hear of it: without a report the blocks would drain for ever.
@@ -240,16 +247,7 @@ class Exports:
         self.kv_blocks += order.finishes
         self.kv_bytes += report.nbytes
         self.kv_seconds += report.seconds
-        self.tally.shipped(order.key, scheme_of(address), report)
+        self.tally.shipped(scheme_of(address), report)
         self._watch.shipped(order.key, scheme_of(address), report.nbytes, report.seconds)
-        self._carry_out(
-            self.book.shipped(
-                order.key,
-                order.ship_id,
-                nbytes=report.nbytes,
-                blocks=order.finishes,
-                seconds=report.seconds,
-                now=time.monotonic(),
-                transport=scheme_of(address),
-            )
-        )
+        now = time.monotonic()
+        self._carry_out(self.book.shipped(order.key, order.ship_id, report.nbytes, order.finishes, now))

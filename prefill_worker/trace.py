@@ -104,7 +104,7 @@ class PrefillTrace(WorkerTrace[PrefillLeg]):
                 "ship",
                 min(start for start, _, _ in leg.ships),
                 max(stop for _, stop, _ in leg.ships),
-                {names.TRANSPORT: leg.transport} | _shipped(leg.handover),
+                {names.TRANSPORT: leg.transport} | _shipped(leg),
                 [("ship", stop, {names.KV_BYTES: n, names.SECONDS: stop - start}) for start, stop, n in leg.ships],
             )
         if leg.handed_over is not None and leg.settled is not None:
@@ -112,10 +112,11 @@ class PrefillTrace(WorkerTrace[PrefillLeg]):
         note_end(whole, leg, end)
 
 
-def _shipped(handover: Handover | None) -> dict[str, names.Value]:
-    if handover is None:
+def _shipped(leg: PrefillLeg) -> dict[str, names.Value]:
+    if leg.handover is None:
         return {}
-    return {names.KV_BLOCKS: handover.blocks, names.KV_BYTES: handover.nbytes, names.KV_SECONDS: handover.ship}
+    seconds = sum(stop - start for start, stop, _ in leg.ships)
+    return {names.KV_BLOCKS: leg.handover.blocks, names.KV_BYTES: leg.handover.nbytes, names.KV_SECONDS: seconds}
 
 
 watch = partial(watching, PrefillTrace, "prefill")

@@ -12,7 +12,8 @@ succeed (``retryable``). Exceptions of other libraries are mapped to these at th
     │   ├── ContextLengthExceeded     context_length_exceeded
     │   ├── UnsupportedField          unsupported_field
     │   ├── Unauthorized              unauthorized               no key, or one that is not known
-    │   └── PayloadTooLarge           payload_too_large
+    │   ├── PayloadTooLarge           payload_too_large
+    │   └── UnsupportedMediaType      unsupported_media_type
     ├── RequestCancelled              request_cancelled
     ├── ServiceError                  service_error
     │   ├── NoWorkerAvailable         no_worker_available
@@ -119,6 +120,12 @@ class PayloadTooLarge(InvalidRequest):
     """A body, header or list is longer than its bound."""
 
     code = "payload_too_large"
+
+
+class UnsupportedMediaType(InvalidRequest):
+    """A body is said to be something else than it has to be."""
+
+    code = "unsupported_media_type"
 
 
 class RequestCancelled(KVFerryError):

@@ -30,6 +30,7 @@ from protocol.prompt_logprobs import PromptLogprobs
 from protocol.sampling import MAX_LOGPROBS, FinishReason, SamplingParams, TokenId, TokenLogprobs
 from protocol.stage_times import Seconds, StageTimes
 from protocol.transfer_counts import TransferCounts
+from protocol.versions import UNTOLD, Versions
 from protocol.wire_layout import WireDtype, WireLayout
 
 MAX_TOKENS = 1 << 20
@@ -294,6 +295,11 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):
         """The form in which the blocks shall cross."""
         return WireLayout(self.layout, self.wire_dtype)
 
+    @property
+    def nbytes(self) -> int:
+        """That the blocks come to as they cross."""
+        return len(self.blocks) * self.wire.block_bytes
+
 
 class Renew(msgspec.Struct, frozen=True, kw_only=True, tag="renew"):
     """A sign of life that keeps a lease, or an import, ``ttl`` seconds more.
@@ -320,15 +326,14 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
 
 
 class Handover(msgspec.Struct, frozen=True, kw_only=True, tag="handover"):
-    """Prefill to decode: every wanted block is written; go on from here.
+    """Prefill to decode: every wanted block is written, or in a ship under way; go on from here once all have landed.
 
     Attributes:
         num_tokens: tokens whose KV was computed (the whole prompt).
         next_token: the first token, drawn by prefill; its KV is decode's to compute.
-        blocks, nbytes: written under the grant; decode compares them with what landed.
+        blocks, nbytes: written under the grant, or about to be; decode compares them with what lands.
         ticket: of the grant that was answered.
-        ship, tail: seconds in the transport, and from the last chunk's end to this message.
-        transport: URI scheme that the blocks went by; "" when there were none to write.
+        tail: seconds from the last chunk's end to this message: none unless the grant came later.
         fork_tokens: the first token of each fork, in the order that they were asked for.
     """
 
@@ -338,9 +343,7 @@ class Handover(msgspec.Struct, frozen=True, kw_only=True, tag="handover"):
     blocks: Count
     nbytes: Count
     ticket: Ticket
-    ship: Seconds = 0.0
     tail: Seconds = 0.0
-    transport: Annotated[str, msgspec.Meta(max_length=32)] = ""
     fork_tokens: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_FORKS)] = ()
 
 
@@ -357,10 +360,11 @@ Message = _Routed | Grant | Renew | Settle | Abort | Handover | Refuse
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """Who sent it, and what."""
+    """Who sent it, and what, and which versions of the wire the sender speaks."""
 
     sender: Peer
     body: Message
+    speaks: Versions = UNTOLD
 
 
 __all__ = [

@@ -84,7 +84,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         checks = (
             ("temperature", 0.0 <= self.temperature <= 100.0, "in [0, 100]"),
             ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]"),
-            ("top_k", 0 <= self.top_k < 1 << 31, "at least 0"),
+            ("top_k", 0 <= self.top_k < 1 << 31, "in [0, 2**31)"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "in [0, 1]"),
             ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100.0, "in [0.01, 100]"),
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "in [-2, 2]"),
@@ -94,7 +94,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             ("logit_bias", len(dict(self.logit_bias)) == len(self.logit_bias), "of ids that each stand once"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}]"),
             ("seed", 0 <= self.seed < 1 << 63, "in [0, 2**63)"),
-            ("max_tokens", 1 <= self.max_tokens < 1 << 31, "at least 1"),
+            ("max_tokens", 1 <= self.max_tokens < 1 << 31, "in [1, 2**31)"),
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "in [0, max_tokens]"),
             ("stop_token_ids", len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, f"at most {MAX_STOP_TOKEN_IDS} ids"),
         )

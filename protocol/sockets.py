@@ -11,16 +11,18 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from protocol.codec import MAX_FRAME_BYTES, decode, encode
+from protocol.codec import MAX_FRAME_BYTES, OLDEST, SPOKEN, VERSION, decode, encode
 from protocol.connections import RECONNECT_AFTER, Connections
 from protocol.curve import CurveKeys
-from protocol.errors import AuthenticationFailed, ConfigError, StartFailed
+from protocol.errors import AuthenticationFailed, ConfigError, MalformedFrame, StartFailed, VersionMismatch
 from protocol.ids import Peer
 from protocol.loop_socket import LoopSocket
 from protocol.messages import Envelope, Message
 
 HIGH_WATER_MARK = 100_000
 """Frames queued for one peer before a send is refused; a peer that is that far behind is dead to us."""
+MAX_BEHIND = 4096
+"""Peers of an older version that a hub remembers; to one that it has forgotten it speaks its own."""
 COMES, GOES = zmq.Event.ACCEPTED, zmq.Event.DISCONNECTED
 """What a hub is told of its connections."""
 REFUSED = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_AUTH
@@ -52,6 +54,14 @@ def _close(socket: LoopSocket, news: zmq.asyncio.Socket | None) -> None:
         socket.raw.monitor(None, 0)
         news.close(linger=0)
     socket.close()
+
+
+def _common(envelope: Envelope) -> int:
+    """What its sender is to be answered in."""
+    common = SPOKEN.common(envelope.speaks)
+    if common is None:
+        raise MalformedFrame(f"a frame of {envelope.sender}, which says that it speaks wire version {envelope.speaks}")
+    return common
 
 
 class Hub:
@@ -90,6 +100,7 @@ class Hub:
         raw.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # A peer that reconnects under its old identity takes it over from the dead connection.
         raw.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._behind: dict[bytes, int] = {}
         self._connections = Connections()
         self._news = _news(context, raw, COMES | GOES) if watched else None
         try:
@@ -114,14 +125,26 @@ class Hub:
             if not self._connections.nameless:
                 parts = self._socket.take()
                 if parts is not None:
-                    return parts[0], decode(parts[-1])
+                    return parts[0], self._heard(parts[0], parts[-1])
             else:
                 frames = self._socket.take_frames()
                 if frames is not None:
                     identity, last = frames[0].bytes, frames[-1]
                     self.renewed = self._connections.named(int(last.get(zmq.SRCFD)), identity)
-                    return identity, decode(last.bytes)
+                    return identity, self._heard(identity, last.bytes)
             await self._socket.came()
+
+    def _heard(self, identity: bytes, frame: bytes) -> Envelope:
+        try:
+            envelope = decode(frame)
+        except VersionMismatch as error:
+            raise VersionMismatch(f"{identity.decode(errors='replace')}: {error.message}") from error
+        version = _common(envelope)
+        if self._behind.get(identity, VERSION) != version:
+            if len(self._behind) >= MAX_BEHIND:
+                del self._behind[next(iter(self._behind))]
+            self._behind[identity] = version
+        return envelope
 
     async def left(self) -> bytes:
         """The identity of the next peer whose connection has ended, as its process's death ends it.
@@ -139,8 +162,12 @@ class Hub:
                     return identity
 
     def send(self, identity: bytes, body: Message) -> bool:
-        """Queue ``body`` for a peer; False when it is gone or too far behind. Never blocks."""
-        return self._socket.give((identity, encode(self.me, body)))
+        """Queue ``body`` for a peer; False when it is gone, too far behind or of too old a version. Never blocks."""
+        try:
+            frame = encode(self.me, body, self._behind.get(identity, VERSION))
+        except VersionMismatch:
+            return False
+        return self._socket.give((identity, frame))
 
     def close(self) -> None:
         """Close at once; what is queued is dropped."""
@@ -171,6 +198,7 @@ class Spoke:
     ) -> None:
         self.me = me
         self.endpoint = endpoint
+        self._version = OLDEST
         self._socket = LoopSocket(context, zmq.DEALER)
         raw = self._socket.raw
         _options(raw)
@@ -198,7 +226,9 @@ class Spoke:
         """
         while (parts := self._socket.take()) is None:
             await self._socket.came()
-        return decode(parts[-1])
+        envelope = decode(parts[-1])
+        self._version = _common(envelope)
+        return envelope
 
     async def connected(self) -> None:
         """Return when a connection has been made: the first, or one after the other was lost.
@@ -210,10 +240,16 @@ class Spoke:
         told = parse_monitor_message(await self._news.recv_multipart())
         if told["event"] & REFUSED:
             raise AuthenticationFailed(f"{self.endpoint} does not speak with us: it has another secret, or none")
+        # It may be another process now, of the release before.
+        self._version = OLDEST
 
     def send(self, body: Message) -> bool:
-        """Queue ``body``; False when the peer is too far behind. Never blocks."""
-        return self._socket.give((encode(self.me, body),))
+        """Queue ``body``; False when the peer is too far behind, or of too old a version. Never blocks."""
+        try:
+            frame = encode(self.me, body, self._version)
+        except VersionMismatch:
+            return False
+        return self._socket.give((frame,))
 
     def close(self) -> None:
         """Close at once; what is queued is dropped."""

@@ -178,7 +178,8 @@ class Dispatcher:
         match envelope.body:
             case Heartbeat() as beat:
                 self._desk.stirred = True
-                self._workers_changed(self._registry.heartbeat(envelope.sender, identity, beat, now), now)
+                told = self._registry.heartbeat(envelope.sender, identity, beat, now, envelope.speaks)
+                self._workers_changed(told, now)
                 self._follow(identity, self._placer.heartbeat(envelope.sender, beat.kv_sequence, now))
             case KVEvents() | KVSnapshot():
                 self._follow(identity, self._placer.told(envelope.sender, envelope.body, now))
@@ -273,8 +274,7 @@ class Dispatcher:
     def _advance(self, live: LiveRequest, instructions: Iterable[Instruction], now: float) -> None:
         if live.machine.ended:
             self._forget(live, now)
-        else:
-            self._note_deadline(live)
+        self._note_deadline(live)
         self._work.extend((live, instruction) for instruction in instructions)
         if self._working:
             return  # the loop below is running further up the stack and will come to these

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from protocol.ids import Peer, Role
 from router.account import Account, beyond_noise
 from router.links import Links
-from router.pairing import mismatch
+from router.pairing import kind, unpaired
 from router.recent_work import RecentWork
 from router.registry import Worker
 from router.role_correction import RoleCorrection
@@ -179,9 +179,7 @@ class Fleet:
         if not self._kinds:
             known: dict[object, int] = {}
             for worker in self.workers:
-                profile = None if worker is None else worker.profile
-                kind = profile and (profile.model, profile.vocab_size, profile.layout, bool(profile.peer_endpoint))
-                self._kinds.append(known.setdefault(kind, len(known)))
+                self._kinds.append(known.setdefault(worker and kind(worker), len(known)))
             self._fits.clear()
         kinds = self._kinds[prefill], self._kinds[decode]
         found = self._fits.get(kinds)
@@ -189,7 +187,7 @@ class Fleet:
             here, there = self.workers[prefill], self.workers[decode]
             assert here is not None, "it takes work"
             assert there is not None, "it takes work"
-            found = self._fits[kinds] = mismatch(here.profile, there.profile) is None
+            found = self._fits[kinds] = unpaired(here, there) is None
         return found
 
     def see(self, workers: Sequence[Worker], now: float) -> list[str]:

@@ -57,6 +57,7 @@ class WorkerOverview(_Told, frozen=True, kw_only=True):
         state: ``live``, ``draining`` or ``lost``.
         reason: why it is lost.
         last_seen_s: seconds since its last heartbeat.
+        max_sequences: that a step of it takes at most; 0 where that is not told.
         layout: of its KV.
         leaked_blocks: that no state accounts for; 0 in a sound worker.
     """
@@ -72,6 +73,7 @@ class WorkerOverview(_Told, frozen=True, kw_only=True):
     pid: int
     max_model_len: int
     num_blocks: int
+    max_sequences: int = 0
     layout: dict[str, Any]
     load: WorkerLoad
     leaked_blocks: int
@@ -85,6 +87,23 @@ class LiveStates(_Told, frozen=True, kw_only=True):
     prefilling: int = 0
     handoff: int = 0
     decoding: int = 0
+
+
+class Unserved(_Told, frozen=True, kw_only=True):
+    """What clients ask for and no worker has been sent. Choices of one prompt count once.
+
+    Attributes:
+        waiting: requests that wait in the router, for their turn or for a worker, and not those that are promised
+            nothing but a deadline.
+        waiting_tokens: of their prompts.
+        refused: requests that were answered with 429 since the router began.
+        refused_tokens: of their prompts.
+    """
+
+    waiting: int = 0
+    waiting_tokens: int = 0
+    refused: int = 0
+    refused_tokens: int = 0
 
 
 class RouterTotals(_Told, frozen=True, kw_only=True):
@@ -177,6 +196,7 @@ class ClusterOverview(_Told, frozen=True, kw_only=True):
         uptime_s: of this router; two overviews of one router are so many seconds apart as theirs differ by.
         live_requests: how many are under way.
         requests: the same by state.
+        unserved: of what comes, that which the workers have no part in yet, or will not.
         classes: of requests, and what waits of each; none where requests go to workers as they come.
         latency: ``ttft``, ``tpot``, ``handoff``, ``queue`` and ``e2e``, of all requests so far.
     """
@@ -188,6 +208,7 @@ class ClusterOverview(_Told, frozen=True, kw_only=True):
     max_model_len: int | None = None
     uptime_s: float = 0.0
     requests: LiveStates = LiveStates()
+    unserved: Unserved = Unserved()
     classes: tuple[ClassOverview, ...] = ()
     totals: RouterTotals = RouterTotals()
     latency: dict[str, Latency] = {}

@@ -21,6 +21,19 @@ def mismatch(prefill: WorkerProfile, decode: WorkerProfile) -> str | None:
     return None if prefill.peer_endpoint else "prefill announces no endpoint for other workers"
 
 
+def kind(worker: Worker) -> tuple[object, ...]:
+    """All that :func:`unpaired` looks at: workers of one kind pair with the same others."""
+    profile = worker.profile
+    return (profile.model, profile.vocab_size, profile.layout, bool(profile.peer_endpoint), worker.speaks)
+
+
+def unpaired(prefill: Worker, decode: Worker) -> str | None:
+    """Why two workers cannot serve one request together: what they speak, or what they are; None when they can."""
+    if prefill.speaks.common(decode.speaks) is None:
+        return f"wire version: {prefill.speaks} here, {decode.speaks} there"
+    return mismatch(prefill.profile, decode.profile)
+
+
 def complaints(peer: Peer, workers: Sequence[Worker], model: str) -> Iterator[str]:
     """What is wrong with a worker that has just joined: its model, or each other that it cannot be paired with."""
     joined = next(worker for worker in workers if worker.peer == peer)
@@ -31,6 +44,6 @@ def complaints(peer: Peer, workers: Sequence[Worker], model: str) -> Iterator[st
         if not other.live or other.profile.role == joined.profile.role:
             continue
         prefill, decode = (joined, other) if joined.profile.role == "prefill" else (other, joined)
-        reason = mismatch(prefill.profile, decode.profile)
+        reason = unpaired(prefill, decode)
         if reason is not None:
             yield f"workers {prefill.peer} and {decode.peer} cannot be paired: {reason}"

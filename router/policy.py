@@ -16,7 +16,7 @@ from protocol.errors import NoWorkerAvailable
 from protocol.ids import Peer
 from router.fleet import Bools, Fleet, Floats, Rows
 from router.forecast import HORIZON, Forecast, lateness
-from router.pairing import mismatch
+from router.pairing import unpaired
 from router.registry import Worker
 
 CANDIDATES = 16
@@ -264,7 +264,7 @@ def place(policy: str, snapshot: Snapshot, demand: Demand) -> Choice:
     assert second is not None
     raise NoWorkerAvailable(
         f"no prefill worker has a decode worker that it can ship to; {first.peer.name} (here) and "
-        f"{second.peer.name} (there): {mismatch(first.profile, second.profile)}"
+        f"{second.peer.name} (there): {unpaired(first, second)}"
     )
 
 

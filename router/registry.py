@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from protocol.codec import SPOKEN
 from protocol.connections import RECONNECT_AFTER
 from protocol.ids import Peer, Role
 from protocol.messages import Heartbeat, WorkerLoad, WorkerProfile
 from protocol.transfer_counts import TransferCounts
+from protocol.versions import Versions
 from router.totals import Totals
 
 MAX_WORKERS = 4096
@@ -39,6 +41,7 @@ class Worker:
         transfer: what it counts of its handoffs.
         earlier: what earlier incarnations of the name had counted when they were last heard of, by their role.
         disconnected: when its connection ended, if nothing was heard over another one since.
+        speaks: versions of the wire.
     """
 
     peer: Peer
@@ -50,6 +53,7 @@ class Worker:
     transfer: TransferCounts = field(default_factory=TransferCounts)
     earlier: Mapping[Role, Totals] = field(default_factory=dict)
     disconnected: float | None = None
+    speaks: Versions = SPOKEN
 
     @property
     def totals(self) -> Totals:
@@ -113,7 +117,9 @@ class WorkerRegistry:
         self._workers: dict[str, Worker] = {}
         self._last_tick: float | None = None
 
-    def heartbeat(self, sender: Peer, identity: bytes, message: Heartbeat, now: float) -> list[WorkerEvent]:
+    def heartbeat(
+        self, sender: Peer, identity: bytes, message: Heartbeat, now: float, speaks: Versions = SPOKEN
+    ) -> list[WorkerEvent]:
         """Take in one heartbeat; that of an older incarnation than the known one changes nothing."""
         known = self._workers.get(sender.name)
         if known is not None and sender.incarnation < known.peer.incarnation:
@@ -129,7 +135,9 @@ class WorkerRegistry:
         ended = known.disconnected if same and known is not None else None
         if ended is not None and now - ended >= RECONNECT_AFTER:
             ended = None
-        worker = Worker(sender, identity, message.profile, message.load, now, wedged, message.transfer, earlier, ended)
+        worker = Worker(
+            sender, identity, message.profile, message.load, now, wedged, message.transfer, earlier, ended, speaks
+        )
         self._put(worker)
         events: list[WorkerEvent] = []
         if known is not None and known.live and not same:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from protocol.errors import StartFailed
+from protocol.tracing.config import tracing
 from router.config import RouterConfig
 from router.front.app import Front
 from router.front.config import FrontConfig
@@ -61,6 +62,7 @@ class RouterServer:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._service = Service(config, self._own_spans)
+        self._tracing = contextlib.AsyncExitStack()
         self._tracer: Tracer | None = None
         self._front: Front | None = None
         self._server: uvicorn.Server | None = None
@@ -173,17 +175,16 @@ class RouterServer:
         if self._front is not None:
             await self._front.close()
         await self._service.close()
-        if self._tracer is not None:
-            await self._tracer.close()
+        await self._tracing.aclose()
         self._stopped.set()
 
     async def _begin_traces(self) -> RequestTraces | None:
         config = self._config
-        if config.tracing is None:
+        self._tracer = await self._tracing.enter_async_context(tracing(config.tracing, "router", config.name))
+        if self._tracer is None:
             return None
         from router.request_trace import RequestTraces
 
-        self._tracer = await asyncio.to_thread(config.tracing.open, "router", config.name)
         return RequestTraces(self._tracer, config.model)
 
     def _own_spans(self) -> OwnSpans | None:

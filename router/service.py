@@ -35,7 +35,15 @@ from router.placer import Placer, PlacerConfig
 from router.registry import Worker, WorkerRegistry
 from router.request_limits import RequestLimits
 from router.slo.desk import Desk
-from router.snapshot import alerts_of, class_overviews, latencies, live_states, router_totals, worker_overview
+from router.snapshot import (
+    alerts_of,
+    class_overviews,
+    latencies,
+    live_states,
+    router_totals,
+    unserved,
+    worker_overview,
+)
 from router.span_metrics import OwnSpans
 
 _log = logging.getLogger(__name__)
@@ -247,6 +255,7 @@ class Service:
             max_model_len=self.max_model_len,
             uptime_s=round(now - self._started, 3),
             requests=live_states(self._dispatcher.live_requests),
+            unserved=unserved(self._dispatcher.live_requests, self._metrics),
             classes=class_overviews(self._config.slo, self._metrics.admission),
             totals=router_totals(self._metrics),
             latency=latencies(self._metrics),

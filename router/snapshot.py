@@ -22,12 +22,15 @@ from router.overview import (
     LiveStates,
     RouterTotals,
     TransportUse,
+    Unserved,
     WorkerBreaker,
     WorkerOverview,
 )
 from router.registry import Worker
+from router.request_table import RequestState
 from router.slo.classes import SLOConfig
 from router.slo.metrics import AdmissionMetrics
+from router.slo.ticket import TicketState
 
 
 def worker_overview(worker: Worker, breaker: BreakerView, now: float) -> WorkerOverview:
@@ -48,6 +51,7 @@ def worker_overview(worker: Worker, breaker: BreakerView, now: float) -> WorkerO
         pid=profile.pid,
         max_model_len=profile.max_model_len,
         num_blocks=profile.num_blocks,
+        max_sequences=profile.max_sequences,
         layout=msgspec.to_builtins(profile.layout),
         load=worker.load,
         leaked_blocks=worker.load.pool.leaked,
@@ -89,6 +93,24 @@ def alerts_of(workers: Iterable[WorkerOverview], lack: str | None) -> tuple[Aler
 def live_states(requests: Iterable[LiveRequest]) -> LiveStates:
     """Where the requests under way are."""
     return LiveStates(**Tally(live.machine.state.value for live in requests))
+
+
+def unserved(requests: Iterable[LiveRequest], metrics: RouterMetrics) -> Unserved:
+    """What of all that was asked for no worker has."""
+    waiting = [each for each in requests if each.machine.state is RequestState.QUEUED and not _patient(each)]
+    prompts = {id(each if each.ticket is None else each.ticket): len(each.generation.token_ids) for each in waiting}
+    return Unserved(
+        waiting=len(prompts),
+        waiting_tokens=sum(prompts.values()),
+        refused=_total(metrics.admission.refusals),
+        refused_tokens=_total(metrics.admission.refused_prompt_tokens),
+    )
+
+
+def _patient(live: LiveRequest) -> bool:
+    """Whether it waits for its turn in a class that has time."""
+    ticket = live.ticket
+    return ticket is not None and ticket.state is TicketState.WAITING and ticket.patient
 
 
 def class_overviews(slo: SLOConfig, metrics: AdmissionMetrics) -> tuple[ClassOverview, ...]:

@@ -18,6 +18,9 @@ from protocol.errors import CheckpointUnavailable, InvalidRequest
 from protocol.sampling import MAX_STOP_TOKEN_IDS
 from router.chat_template import ChatTemplate, Message
 
+LONG_TOKEN = 16
+"""Characters of a token, of which a text that is longer is looked at in part first; most have four."""
+FEW_TOKENS = 1024
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 _SPACE = "\u2581"
@@ -89,6 +92,18 @@ class Tokenizer:
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)
 
+    def least_tokens(self, text: str, most: int) -> int:
+        """A number of tokens that ``text`` has at least; 0 where nothing was looked at.
+
+        Only the beginning is looked at, and of a text alone that is many times as long as ``most`` tokens mostly are:
+        all of its ids would take a hundred times the memory of its characters, and seconds.
+        """
+        window = max(most, FEW_TOKENS)
+        if len(text) <= LONG_TOKEN * window:
+            return 0
+        # What is cut in two may be more tokens than it was whole, but not so many.
+        return max(0, len(self.encode(text[: LONG_TOKEN * window], add_special_tokens=False)) - window)
+
     def encode_chat(
         self,
         messages: Sequence[Message],
@@ -97,13 +112,26 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         add_special_tokens: bool = False,
     ) -> tuple[int, ...]:
-        """The ids of a chat.
+        """The ids of a chat; arguments as in :meth:`render_chat`, and it raises the same.
+
+        ``add_special_tokens`` tells whether the tokenizer adds what it puts around a sequence; most templates have it.
+        """
+        text = self.render_chat(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        return self.encode(text, add_special_tokens=add_special_tokens)
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The text of a chat.
 
         Args:
             messages: its turns.
             tools: that the model may call.
             add_generation_prompt: whether it shall be ready for the assistant's turn.
-            add_special_tokens: whether the tokenizer adds what it puts around a sequence; templates mostly have it.
 
         Raises:
             InvalidRequest: the checkpoint has no chat template, or its template refuses these messages.
@@ -111,8 +139,7 @@ class Tokenizer:
         template = self.tool_template if tools else self.chat_template
         if template is None:
             raise InvalidRequest("this model's tokenizer has no chat template; use /v1/completions", field="messages")
-        text = template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
-        return self.encode(text, add_special_tokens=add_special_tokens)
+        return template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ``token_ids``, special tokens left out."""

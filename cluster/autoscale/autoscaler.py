@@ -136,9 +136,7 @@ def request(config: ClusterConfig, workers: Mapping[Role, int]) -> str:
 
     bundles: list[dict[str, float]] = []
     for role, count in workers.items():
-        section = config.section(role)
-        bundle = {"CPU": section.cpus, "GPU": section.gpus, **section.resources}
-        bundle = {name: amount for name, amount in bundle.items() if amount}
+        bundle = config.section(role).reserved
         bundles += [bundle] * count if bundle else []
     try:
         request_resources(bundles=bundles)

@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from protocol.ids import Role
 from protocol.messages import WorkerLoad
 from router.client import ClusterOverview
+from router.overview import Unserved
 
 
 class WorkerFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,6 +22,7 @@ class WorkerFigures(msgspec.Struct, frozen=True, kw_only=True):
         name, incarnation: of it.
         role: that it has.
         block_size: tokens of a block of its pool.
+        max_sequences: that a step of it takes at most; 0 where that is not told.
         load: what it does.
     """
 
@@ -28,6 +30,7 @@ class WorkerFigures(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int
     role: Role
     block_size: int
+    max_sequences: int = 0
     load: WorkerLoad
 
     @property
@@ -43,6 +46,7 @@ class RouterFigures(msgspec.Struct, frozen=True, kw_only=True):
         firsts, firsts_met: first tokens, and those that came within the target.
         answers, answers_met: answers of more than a token, and those whose further tokens came within the target.
         workers: those that live.
+        unserved: what waits in the router, and was refused.
     """
 
     firsts: float
@@ -50,6 +54,7 @@ class RouterFigures(msgspec.Struct, frozen=True, kw_only=True):
     answers: float
     answers_met: float
     workers: tuple[WorkerFigures, ...]
+    unserved: Unserved = Unserved()
 
 
 def figures_of(overview: ClusterOverview, exposition: str, *, ttft: float, tpot: float) -> RouterFigures:
@@ -66,7 +71,12 @@ def figures_of(overview: ClusterOverview, exposition: str, *, ttft: float, tpot:
     answers, answers_met = _within(families.get("kvferry_tpot_seconds"), tpot)
     workers = tuple(_workers(overview))
     return RouterFigures(
-        firsts=firsts, firsts_met=firsts_met, answers=answers, answers_met=answers_met, workers=workers
+        firsts=firsts,
+        firsts_met=firsts_met,
+        answers=answers,
+        answers_met=answers_met,
+        workers=workers,
+        unserved=overview.unserved,
     )
 
 
@@ -79,6 +89,7 @@ def _workers(overview: ClusterOverview) -> Iterator[WorkerFigures]:
             incarnation=worker.incarnation,
             role="prefill" if worker.role == "prefill" else "decode",
             block_size=int(worker.layout["block_size"]),
+            max_sequences=worker.max_sequences,
             load=worker.load,
         )
 

@@ -5,6 +5,7 @@ Life cycle: made empty, told of the router's figures now and then; the second ti
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ class RoleLoad:
         fixed, per_token: seconds of a step, and of each token in it; 0 where nobody has measured any.
         capacity: tokens that a worker's pool holds, in the mean.
         context: tokens that a sequence holds of a pool, in the mean; 0 where there is none.
+        uncached: share of the prompt tokens that no prefix cache had.
+        most: sequences that a worker steps side by side at most; infinite where nobody tells.
     """
 
     workers: int = 0
@@ -39,6 +42,25 @@ class RoleLoad:
     per_token: float = 0.0
     capacity: float = 0.0
     context: float = 0.0
+    uncached: float = 1.0
+    most: float = math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turned:
+    """What no worker was sent: it waits in the router, or went away with a refusal.
+
+    Attributes:
+        waiting, waiting_tokens: requests, and tokens of their prompts, that waited at any look.
+        growth: by which these tokens grow, a second.
+        refused, refused_tokens: a second.
+    """
+
+    waiting: int = 0
+    waiting_tokens: int = 0
+    growth: float = 0.0
+    refused: float = 0.0
+    refused_tokens: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +71,7 @@ class Load:
         requests: first tokens a second.
         ttft_met, tpot_met: share of what came that was within its target; 1 where nothing came.
         prefill, decode: the workers of each role.
+        turned: what did not come to them.
     """
 
     requests: float
@@ -56,6 +79,12 @@ class Load:
     tpot_met: float
     prefill: RoleLoad
     decode: RoleLoad
+    turned: Turned = Turned()
+
+    @property
+    def refused_share(self) -> float:
+        """Of all that came, what was refused."""
+        return self.turned.refused / (self.requests + self.turned.refused) if self.turned.refused > 0 else 0.0
 
     def of(self, role: Role) -> RoleLoad:
         """The workers of ``role``."""
@@ -108,11 +137,23 @@ class Observer:
             tpot_met=_share(figures.answers_met - before.answers_met, figures.answers - before.answers),
             prefill=_role_load("prefill", looks, seconds),
             decode=_role_load("decode", looks, seconds),
+            turned=_turned(looks, seconds),
         )
 
 
 def _share(met: float, of: float) -> float:
     return met / of if of > 0 else 1.0
+
+
+def _turned(looks: Sequence[RouterFigures], seconds: float) -> Turned:
+    first, last = looks[0].unserved, looks[-1].unserved
+    return Turned(
+        waiting=min(look.unserved.waiting for look in looks),
+        waiting_tokens=min(look.unserved.waiting_tokens for look in looks),
+        growth=(last.waiting_tokens - first.waiting_tokens) / seconds,
+        refused=(last.refused - first.refused) / seconds,
+        refused_tokens=(last.refused_tokens - first.refused_tokens) / seconds,
+    )
 
 
 def _role_load(role: Role, looks: Sequence[RouterFigures], seconds: float) -> RoleLoad:
@@ -134,6 +175,8 @@ def _role_load(role: Role, looks: Sequence[RouterFigures], seconds: float) -> Ro
     held = sum(worker.load.running + worker.load.open_imports for worker in workers)
     loads = [[worker.load for worker in look.workers if worker.role == role] for look in looks]
     waiting = [sum(load.waiting_tokens for load in look) for look in loads]
+    computed, cached = gained("prefill_tokens"), gained("cached_tokens")
+    told = [worker.max_sequences for worker in workers if worker.max_sequences]
     return RoleLoad(
         workers=len(workers),
         busy=gained("step_seconds") / seconds,
@@ -147,6 +190,8 @@ def _role_load(role: Role, looks: Sequence[RouterFigures], seconds: float) -> Ro
             [worker.block_size * (worker.load.pool.total - worker.load.pool.reserved) for worker in workers]
         ),
         context=sum(worker.load.used_slots for worker in workers) / held if held else 0.0,
+        uncached=computed / (computed + cached) if computed + cached > 0 else 1.0,
+        most=_mean(told) if told else math.inf,
     )
 
 

@@ -235,6 +235,8 @@ class Planner:
             return [], f"fewer would do, but the last change is less than {self._auto.cooldown:g} s old"
         if min(load.ttft_met, load.tpot_met) < self._auto.percentile:
             return [], "fewer would do, but targets are missed"
+        if load.refused_share > 1 - self._auto.percentile:
+            return [], "fewer would do, but requests are refused"
         actions: list[Action] = []
         for role in ROLES:
             spare = sorted((each for each in pool if each.role == role), key=lambda each: each.work)

@@ -20,13 +20,13 @@ MODEL = "measured"
 
 
 @asynccontextmanager
-async def worker_process(order: dict[str, Any], command: Sequence[str] = ()) -> AsyncIterator[None]:
-    """One worker, which ends with this process; ``command`` is put before its own."""
+async def worker_process(order: dict[str, Any], command: Sequence[str] = ()) -> AsyncIterator[int]:
+    """One worker, which ends with this process; ``command`` is put before its own. Gives its process id."""
     words = [*command, sys.executable, "-m", "cluster.bench.worker_process", json.dumps(order)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(order["engine"]["threads"])}
     process = await asyncio.create_subprocess_exec(*words, stdin=asyncio.subprocess.PIPE, env=environment)
     try:
-        yield
+        yield process.pid
     finally:
         # It may have ended by itself, or with whatever ended this one.
         assert process.stdin is not None

@@ -6,7 +6,7 @@ other role. Whoever leaves or switches finishes what it has before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,10 +16,11 @@ from cluster.autoscale.observer import Observer
 from cluster.autoscale.planner import Action, Grow, Leave, Plan, Planner, Provide, Staying, Switch
 from cluster.simulation.agenda import Agenda
 from cluster.simulation.elasticity import Elasticity
-from cluster.simulation.record import Records
+from cluster.simulation.record import Records, Request
 from cluster.simulation.simulated_worker import SimulatedWorker
 from protocol.departure import QUIET
 from protocol.ids import Role
+from router.overview import Unserved
 
 LOOK = 0.1
 """Seconds between two looks at whether a worker has finished."""
@@ -57,6 +58,7 @@ class ElasticFleet:
         agenda: of the run.
         records: of its requests.
         workers: the present life of each worker, by name.
+        queue: gives the requests that wait in routers.
         start: begins a life: name, incarnation, role.
         stop: ends a life that has nothing to do any more.
 
@@ -73,12 +75,13 @@ class ElasticFleet:
         agenda: Agenda,
         records: Records,
         workers: Mapping[str, SimulatedWorker],
+        queue: Callable[[], Sequence[Request]],
         start: Callable[[str, int, Role], None],
         stop: Callable[[str], None],
     ) -> None:
         self._elasticity, self._auto = elasticity, elasticity.auto
         self._agenda, self._records, self._workers = agenda, records, workers
-        self._start, self._stop = start, stop
+        self._queue, self._start, self._stop = queue, start, stop
         self._places = {name: _Place("prefill" if name.startswith("prefill") else "decode") for name in names}
         self._planner, self._observer = Planner(self._auto), Observer(self._auto.window, self._auto.cooldown)
         self._lives = 1
@@ -115,19 +118,31 @@ class ElasticFleet:
 
     def _figures(self) -> RouterFigures:
         ttft, tpot = self._records.ttft, self._records.tpot
+        waiting = self._queue()
         return RouterFigures(
             firsts=float(np.count_nonzero(~np.isnan(ttft))),
             firsts_met=float(np.count_nonzero(ttft <= self._auto.ttft)),
             answers=float(np.count_nonzero(~np.isnan(tpot))),
             answers_met=float(np.count_nonzero(tpot <= self._auto.tpot)),
             workers=tuple(self._told(name, worker) for name, worker in self._workers.items() if worker.alive),
+            unserved=Unserved(
+                waiting=len(waiting),
+                waiting_tokens=sum(each.trace.prompt_tokens for each in waiting),
+                refused=self._records.refused,
+                refused_tokens=self._records.refused_tokens,
+            ),
         )
 
     @staticmethod
     def _told(name: str, worker: SimulatedWorker) -> WorkerFigures:
         size = worker.layout.block_size
         return WorkerFigures(
-            name=name, incarnation=worker.peer.incarnation, role=worker.role, block_size=size, load=worker.load()
+            name=name,
+            incarnation=worker.peer.incarnation,
+            role=worker.role,
+            block_size=size,
+            max_sequences=worker.profile.max_sequences,
+            load=worker.load(),
         )
 
     def _staying(self) -> list[Staying]:

@@ -81,6 +81,7 @@ class Records:
         tokens: of its prompt and its answer.
         tenant: whose it is, as a place in a list of theirs.
         ended: how many have.
+        refused, refused_tokens: how many of them were turned away, and the tokens of their prompts.
         retries: attempts beyond the first.
     """
 
@@ -95,6 +96,7 @@ class Records:
         self.tenant = np.zeros(count, dtype=np.int16)
         self.tenants = tenants
         self.ended = 0
+        self.refused = self.refused_tokens = 0
         self.retries = 0
 
     def first_token(self, request: Request, now: float) -> None:
@@ -109,6 +111,9 @@ class Records:
         number = request.number
         self.ended += 1
         self.outcome[number] = outcome
+        if outcome is Outcome.REFUSED:
+            self.refused += 1
+            self.refused_tokens += request.trace.prompt_tokens
         self.at[number] = request.at
         self.tokens[number] = request.trace.prompt_tokens + request.trace.output_tokens
         self.tenant[number] = self.tenants.index(request.tenant)

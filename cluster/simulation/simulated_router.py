@@ -25,7 +25,7 @@ from router.placer import Placer, PlacerConfig
 from router.policy import Demand, Placement
 from router.registry import WorkerEvent, WorkerJoined, WorkerRegistry
 from router.slo.admission import Admission, Admit
-from router.slo.ticket import Ticket
+from router.slo.ticket import Ticket, TicketState
 
 MOST = 1 << 16
 """Output tokens that clients ask for at most: how long an answer will be, no router knows."""
@@ -85,6 +85,15 @@ class SimulatedRouter:
         self._waiting: dict[int, Request] = {}
         self._admission: Admission[Ticket[Request]] = Admission(config.slo, self.placer, config.priority_aging)
         self._turn = 0
+
+    def queue(self) -> list[Request]:
+        """Requests that wait here, for their turn or for workers."""
+        for_turn = (
+            each
+            for each in self._live.values()
+            if each.ticket is not None and each.ticket.state is TicketState.WAITING and not each.ticket.patient
+        )
+        return [*for_turn, *self._waiting.values()]
 
     def tick(self) -> None:
         """Look who has fallen silent, and again and again."""

@@ -104,6 +104,11 @@ class SimulatedWorker(ABC):
             link_rate=site.told_link,
         )
 
+    @property
+    def profile(self) -> WorkerProfile:
+        """What it tells of itself."""
+        return self._told
+
     @abstractmethod
     def load(self) -> WorkerLoad:
         """As the next heartbeat has it."""

@@ -84,6 +84,7 @@ class Simulation:
                 self._agenda,
                 self._records,
                 self._workers,
+                lambda: [request for router in self._routers.values() for request in router.queue()],
                 self._start,
                 self._stop,
             )

@@ -48,7 +48,7 @@ class CarriedReceiver(Receiver):
         library.require()
         self._config = config
         pool = np.frombuffer(as_bytes(memory, writable=True), np.uint8)
-        self._book = WindowBook(pool.nbytes)
+        self._book = WindowBook(pool.nbytes, library.scheme)
         family, where = resolve_bound(as_tcp(library.scheme, bind))
         try:
             self._listener = socket.create_server(where, family=family, backlog=BACKLOG)

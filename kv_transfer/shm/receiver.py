@@ -40,7 +40,7 @@ class ShmReceiver(Receiver):
     def __init__(self, bind: str, target: Target, config: TransportConfig) -> None:
         self._target = target
         self._config = config
-        self._book = WindowBook(target.nbytes)
+        self._book = WindowBook(target.nbytes, target.scheme)
         self._closed = False
         self._lock = Lock()
         self._services: dict[Thread, Service] = {}

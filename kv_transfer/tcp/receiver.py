@@ -39,7 +39,7 @@ class TcpReceiver(Receiver):
     def __init__(self, bind: str, memory: memoryview, config: TransportConfig) -> None:
         self._config = config
         self._memory = as_bytes(memory, writable=True)
-        self._book = WindowBook(self._memory.nbytes)
+        self._book = WindowBook(self._memory.nbytes, "tcp")
         self._closed = False
         self._room = BoundedSemaphore(config.max_connections)
         listener = listening(bind, resolve_bound(bind), config)

@@ -43,7 +43,7 @@ class UcxReceiver(Receiver):
 
     def __init__(self, bind: str, pool: Pool, config: TransportConfig) -> None:
         self._config = config
-        self._book = WindowBook(pool.nbytes)
+        self._book = WindowBook(pool.nbytes, "ucx")
         self._moves = Moves()
         self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()

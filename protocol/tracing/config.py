@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -62,6 +65,28 @@ class TracingConfig:
         from protocol.tracing.tracer import Tracer
 
         return Tracer(self, role, instance)
+
+
+@asynccontextmanager
+async def tracing(config: TracingConfig | None, role: str, instance: str) -> AsyncIterator[Tracer | None]:
+    """What a process exports its spans by, until the context is left; None where it is to export none.
+
+    Args:
+        config: of the traces.
+        role: of this process.
+        instance: its name, unique among those of the service.
+
+    Raises:
+        ConfigError: a variable of the environment cannot be used.
+    """
+    if config is None:
+        yield None
+        return
+    tracer = await asyncio.to_thread(config.open, role, instance)
+    try:
+        yield tracer
+    finally:
+        await tracer.close()
 
 
 def _is_http(url: str) -> bool:

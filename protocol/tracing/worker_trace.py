@@ -5,7 +5,6 @@ A leg's spans are made when it is over, from the times at which its messages pas
 
 from __future__ import annotations
 
-import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Container
@@ -17,7 +16,7 @@ import msgspec
 from protocol.ids import Peer, RequestKey, Role
 from protocol.messages import Message, Prefill, Reserve, StageTimes, WorkerLoad
 from protocol.tracing import names
-from protocol.tracing.config import TracingConfig
+from protocol.tracing.config import TracingConfig, tracing
 from protocol.tracing.legs import L, Leg, Legs
 from protocol.worker_watch import WorkerWatch
 
@@ -90,10 +89,9 @@ class WorkerTrace(WorkerWatch, ABC, Generic[L]):
         tracer = self.tracer
         return msgspec.structs.replace(load, spans_exported=tracer.exported, spans_dropped=tracer.dropped)
 
-    async def close(self) -> None:
-        """Tell of what is open, and export what is left."""
+    def close(self) -> None:
+        """Tell of what is open."""
         self.legs.close_all()
-        await self.tracer.close()
 
     def about(self, leg: L) -> dict[str, names.Value]:
         """What is told of any leg."""
@@ -151,11 +149,12 @@ async def watching(
     Raises:
         ConfigError: traces cannot be exported so.
     """
-    if config is None:
-        yield WorkerWatch()
-        return
-    trace = make(await asyncio.to_thread(config.open, role, str(me)), me, known)
-    try:
-        yield trace
-    finally:
-        await trace.close()
+    async with tracing(config, role, str(me)) as tracer:
+        if tracer is None:
+            yield WorkerWatch()
+            return
+        trace = make(tracer, me, known)
+        try:
+            yield trace
+        finally:
+            trace.close()

@@ -24,6 +24,7 @@ MAX_EXCERPT = 200
 CODES_BY_STATUS = {
     404: "invalid_request",
     413: "payload_too_large",
+    415: "unsupported_media_type",
     429: "overloaded",
     503: "no_worker_available",
     504: "deadline_exceeded",

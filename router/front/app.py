@@ -183,7 +183,7 @@ class Front:
 
     async def _at_desk(self, exchange: Exchange, answer: Callable[[bytes], bytes]) -> None:
         with self._entered(exchange):
-            body = await exchange.read_body(self._config.max_body_bytes)
+            body = await exchange.read_json(self._config.max_body_bytes)
             told = answer(body) if len(body) < LONG_BODY_BYTES else await asyncio.to_thread(answer, body)
             await exchange.respond(200, told)
 
@@ -195,7 +195,7 @@ class Front:
         plan: Callable[[Planner, R], Plan],
         trace: RequestTrace | None,
     ) -> None:
-        body = await exchange.read_body(self._config.max_body_bytes)
+        body = await exchange.read_json(self._config.max_body_bytes)
         planner = Planner(self._tokenizer, self._config, self._max_model_len(), self._defaults)
 
         def prepare() -> Plan:

@@ -18,6 +18,7 @@ from protocol.errors import (
     Unauthorized,
     UnknownModel,
     UnknownRequest,
+    UnsupportedMediaType,
 )
 
 STATUSES: dict[type[KVFerryError], int] = {
@@ -27,6 +28,7 @@ STATUSES: dict[type[KVFerryError], int] = {
     UnknownModel: 404,
     UnknownRequest: 404,
     PayloadTooLarge: 413,
+    UnsupportedMediaType: 415,
     Overloaded: 429,
     NoWorkerAvailable: 503,
     DeadlineExceeded: 504,

@@ -12,7 +12,7 @@ import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, MutableMapping
 from typing import Any
 
-from protocol.errors import PayloadTooLarge, RequestCancelled
+from protocol.errors import PayloadTooLarge, RequestCancelled, UnsupportedMediaType
 from protocol.ids import new_request_id
 from router.front.keys import Holder
 from router.front.within import Within
@@ -94,6 +94,22 @@ class Exchange:
         if received > bound:
             raise PayloadTooLarge(f"the body has {max(received, size)} bytes or more, over the bound of {bound}")
         return b"".join(parts)
+
+    async def read_json(self, bound: int) -> bytes:
+        """The body of a request that must be JSON; nobody has looked yet whether it is. Raises as :meth:`read_body`.
+
+        What is said to be something else is refused: a page in a browser may send that to any address unasked, a form
+        for one, and JSON only where that address has agreed.
+
+        Raises:
+            UnsupportedMediaType: it is said to be something else.
+        """
+        body = await self.read_body(bound)
+        kind = self.header(b"content-type").partition(b";")[0].strip().lower()
+        if kind and kind != JSON:
+            told = kind.decode("latin-1")[:MAX_CLIENT_ID]
+            raise UnsupportedMediaType(f"the body must be {JSON.decode()}, got {told!r}", field="content-type")
+        return body
 
     async def until_gone(self, work: Coroutine[Any, Any, None]) -> None:
         """Run ``work``, and cancel it as soon as the client goes away. The body must have been read.

@@ -28,6 +28,7 @@ REFUSALS = {
     401: "No key, or one that is not known.",
     404: "There is no such model, or request.",
     413: "The body is too long.",
+    415: "The body is said to be something else than JSON.",
     429: "Too many requests; the header retry-after says when to try again.",
     503: "There are no workers to serve it.",
     504: "It took longer than it may.",
@@ -62,7 +63,7 @@ class Operation:
 
 
 _GENERATES = tuple(REFUSALS)
-_AT_DESK = (400, 401, 404, 413, 429)
+_AT_DESK = (400, 401, 404, 413, 415, 429)
 
 OPERATIONS = (
     Operation(

@@ -145,6 +145,8 @@ def _explain(error: msgspec.ValidationError, body: bytes) -> InvalidRequest:
     if missing:
         path = f"{path}.{missing['name']}".lstrip(".")
         return InvalidRequest(f"{path} is required", field=path)
+    # Of a value in a mapping nobody tells the key.
+    path = path.removesuffix("[...]")
     try:
         value = _follow(msgspec.json.decode(body), path)
     except (msgspec.DecodeError, RecursionError, LookupError, TypeError, ValueError):

@@ -14,6 +14,7 @@ from protocol.sampling import MAX_STOP_TOKEN_IDS, SamplingParams
 from router.front.config import FrontConfig
 from router.front.echo import Echo
 from router.front.generation import Generation
+from router.front.output_budget import OutputBudget
 from router.front.parsing import chat_messages, check_token_ids, shown
 from router.front.schema import ChatRequest, CompletionRequest, GenerationRequest
 from router.front.standing import Standing
@@ -125,7 +126,8 @@ class Planner:
         """
         toolbox = Toolbox.of(request)
         told = () if toolbox is None else toolbox.told()
-        prompt = self._tokenizer.encode_chat(chat_messages(request.messages), tools=told)
+        text = self._tokenizer.render_chat(chat_messages(request.messages), tools=told)
+        prompt = self._ids(text, "messages", add_special_tokens=False)
         given = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         budget = OutputBudget(given, field, self._defaults.max_tokens)
@@ -176,7 +178,16 @@ class Planner:
         # Checked before the tokenizer puts its own tokens around it.
         if not text:
             raise InvalidRequest(f"{where} is empty", field=where)
-        return Prompt(self._tokenizer.encode(text), where, text)
+        return Prompt(self._ids(text, where), where, text)
+
+    def _ids(self, text: str, where: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        most = self._max_model_len
+        least = 0 if most is None else self._tokenizer.least_tokens(text, most)
+        if most is not None and least > most:
+            raise ContextLengthExceeded(
+                f"the model's context is {most} tokens, and {where} alone has over {least}", field=where
+            )
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _check(self, token_ids: tuple[int, ...], where: str) -> Prompt:
         check_token_ids(token_ids, self._tokenizer.vocab_size, where)
@@ -302,55 +313,13 @@ class Planner:
     def _logit_bias(self, request: GenerationRequest) -> tuple[tuple[int, float], ...]:
         # Keys that write the same id differently ("07") are one id, whose last value counts.
         biases = {int(key): bias for key, bias in (request.logit_bias or {}).items()}
-        check_token_ids(biases, self._tokenizer.vocab_size, "logit_bias")
+        most = max(biases, default=0)
+        if most >= self._tokenizer.vocab_size:
+            raise InvalidRequest(
+                f"logit_bias must be of token ids of at most {self._tokenizer.vocab_size - 1}, got {most}",
+                field="logit_bias",
+            )
         return tuple(sorted(biases.items()))
-
-
-@dataclass(frozen=True)
-class OutputBudget:
-    """How many output tokens the client wants at most.
-
-    Attributes:
-        given: what it said, None when nothing.
-        field: the field that said it.
-        default: what is taken when nothing was said; None takes all that the context has left.
-        least: the lowest number that is allowed; with 0, one token is made and not shown.
-    """
-
-    given: int | None
-    field: str
-    default: int | None
-    least: int = 1
-
-    def of(self, prompt_tokens: int, where: str, max_model_len: int | None) -> int:
-        """Output tokens for a prompt of this length.
-
-        Raises:
-            InvalidRequest: the prompt is empty, or the number is too low.
-            ContextLengthExceeded: prompt and output do not fit; names the counts.
-        """
-        if prompt_tokens == 0:
-            raise InvalidRequest(f"{where} is empty", field=where)
-        if self.given is not None and self.given < self.least:
-            raise InvalidRequest(f"{self.field} must be at least {self.least}, got {self.given}", field=self.field)
-        if self.given is not None and max_model_len is None:
-            return max(1, self.given)
-        if max_model_len is None:
-            return self.default or FrontConfig.default_max_tokens
-        left = max_model_len - prompt_tokens
-        if left < 1:
-            raise ContextLengthExceeded(
-                f"the model's context is {max_model_len} tokens, and {where} alone has {prompt_tokens}", field=where
-            )
-        if self.given is None:
-            return left if self.default is None else min(self.default, left)
-        if self.given > left:
-            raise ContextLengthExceeded(
-                f"the model's context is {max_model_len} tokens, but {prompt_tokens + self.given} were asked for: "
-                f"{prompt_tokens} in {where} and {self.given} in {self.field}",
-                field=self.field,
-            )
-        return max(1, self.given)
 
 
 def _sampling(

@@ -46,7 +46,9 @@ class Toolbox:
         tools = request.tools or []
         choice = request.tool_choice
         if not tools and choice not in (None, "none", "auto"):
-            raise InvalidRequest(f"tool_choice is allowed only with tools, got {shown(choice)}", field="tool_choice")
+            raise InvalidRequest(
+                f"tool_choice is allowed only with tools, got {shown(msgspec.to_builtins(choice))}", field="tool_choice"
+            )
         seen: dict[str, ToolFunction] = {}
         for index, tool in enumerate(tools):
             if tool.function.name in seen:

@@ -95,7 +95,8 @@ class Desk:
             Overloaded: there may not.
         """
         if live + len(generations) > self._max_requests:
-            self._metrics.refused(self._slo.of(generations[0].slo_class).name, "overloaded")
+            first = generations[0]
+            self._metrics.refused(self._slo.of(first.slo_class).name, "overloaded", len(first.token_ids))
             raise Overloaded(
                 f"{live} requests are under way and {len(generations)} more asked for, "
                 f"the bound is {self._max_requests}"
@@ -188,7 +189,7 @@ class Desk:
             self._admission.ended(ticket, group.output, tuple(group.answers))
 
     def _refused(self, ticket: Entry, reason: str) -> None:
-        self._metrics.refused(ticket.slo.name, reason)
+        self._metrics.refused(ticket.slo.name, reason, ticket.prompt)
         for live in ticket.payload.open:
             told = Refusal(live.machine.request_id, ticket.prompt, self._told(ticket, reason))
             self._placer.explanations.keep(live.generation.name or live.machine.request_id, told)

@@ -39,6 +39,7 @@ class AdmissionMetrics:
 
     Attributes:
         admissions, refusals: requests that start as one, by class; refusals by reason too.
+        refused_prompt_tokens: of those that were refused, by class.
         targets: finished requests by class, target and what became of it.
     """
 
@@ -51,6 +52,9 @@ class AdmissionMetrics:
             "Requests that were answered with 429 for want of room or time, by class and reason.",
             ("class", "reason"),
             registry=registry,
+        )
+        self.refused_prompt_tokens = Counter(
+            "kvferry_refused_prompt_tokens", "Prompt tokens of those requests, by class.", ("class",), registry=registry
         )
         self._waits = Histogram(
             "kvferry_admission_wait_seconds",
@@ -79,9 +83,10 @@ class AdmissionMetrics:
         self.admissions.labels(slo).inc()
         self._waits.labels(slo).observe(waited)
 
-    def refused(self, slo: str, reason: str) -> None:
-        """Requests that start as one were refused."""
+    def refused(self, slo: str, reason: str, prompt: int) -> None:
+        """Requests that start as one were refused; ``prompt`` is its tokens."""
         self.refusals.labels(slo, reason).inc()
+        self.refused_prompt_tokens.labels(slo).inc(prompt)
 
     def served(self, slo: SLOClass, ttft: float | None, tpot: float | None) -> None:
         """A request has finished; seconds, where there were any."""

@@ -105,6 +105,11 @@ class Ticket(Generic[P]):
         return self.prompt + self.output
 
     @property
+    def patient(self) -> bool:
+        """Whether all it is promised is to be answered by and by: its class has a deadline and no time to a token."""
+        return bool(self.slo.deadline) and math.isinf(self.ttft)
+
+    @property
     def bound(self) -> float:
         """Seconds within which the first token must come."""
         return min(self.ttft, self.limit)

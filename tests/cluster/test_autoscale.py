@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cluster.autoscale.figures import RouterFigures, WorkerFigures, figures_of
 from cluster.autoscale.need import needed
-from cluster.autoscale.observer import Load, Observer, RoleLoad, Seen
+from cluster.autoscale.observer import Load, Observer, RoleLoad, Seen, Turned
 from cluster.autoscale.planner import ROLES, Action, Grow, Leave, Plan, Planner, Provide, Staying, Switch
 from cluster.config_file import parse_config
 from cluster.scale_section import AutoSection, RoleBounds, ScaleSection
@@ -20,6 +20,7 @@ from protocol.errors import ConfigError
 from protocol.ids import Role
 from protocol.messages import PoolCounts, WorkerLoad
 from router.client import ClusterOverview
+from router.overview import Unserved
 
 AUTO = AutoSection(
     enabled=True,
@@ -119,6 +120,40 @@ def test_prompts_that_wait_are_worked_off_within_the_target() -> None:
     assert "3,000 tokens wait" in found.why
 
 
+def test_what_the_router_holds_or_refuses_asks_for_prefill_while_decode_has_room() -> None:
+    seen = load(0.5, 0.5)
+    assert needed("prefill", seen, AUTO).workers == 1
+    held = replace(seen, turned=Turned(waiting=15, waiting_tokens=3000))
+    found = needed("prefill", held, AUTO)
+    assert found.workers == 4
+    assert "15 requests wait in the router" in found.why
+    assert needed("decode", held, AUTO) == needed("decode", seen, AUTO), "that has room for more"
+    cached = replace(held, prefill=replace(held.prefill, uncached=0.1))
+    assert needed("prefill", cached, AUTO).workers < 4, "most of what waits is in the caches"
+    refused = replace(seen, turned=Turned(refused=10.0, refused_tokens=2000.0))
+    found = needed("prefill", refused, AUTO)
+    assert found.workers == needed("prefill", load(2.5, 0.5), AUTO).workers > 2
+    assert "10 a second are refused" in found.why
+    growing = replace(seen, turned=Turned(growth=2000.0))
+    assert needed("prefill", growing, AUTO).workers > 2
+    silent = replace(load(), turned=Turned(waiting=3, waiting_tokens=600))
+    assert needed("prefill", silent, AUTO).workers == 1
+
+
+def test_it_asks_for_decode_when_that_has_no_room() -> None:
+    full = load(0.3, 1.0)
+    alone = needed("decode", full, AUTO).workers
+    held = replace(full, turned=Turned(waiting=82, waiting_tokens=16400, refused=3.0, refused_tokens=600.0))
+    assert needed("decode", held, AUTO).workers >= alone + 2 * 2
+    assert needed("prefill", held, AUTO) == needed("prefill", full, AUTO), "its workers have little to do"
+    both = replace(held, prefill=replace(held.prefill, busy=0.9))
+    assert needed("prefill", both, AUTO).workers > needed("prefill", full, AUTO).workers
+    few = replace(full, decode=replace(full.decode, sequences=8.0, tokens=50.0, most=8.0))
+    assert "8 are stepped side by side at most" in needed("decode", few, AUTO).why
+    held = replace(few, turned=Turned(waiting=24, waiting_tokens=100))
+    assert needed("decode", held, AUTO).workers >= 4
+
+
 def test_prompts_longer_than_the_target_do_not_ask_for_endless_workers() -> None:
     seen = load(2.0, requests=1.0)
     found = needed("prefill", seen, AUTO)
@@ -208,6 +243,9 @@ def test_nobody_leaves_while_targets_are_missed_or_somebody_is_on_the_way() -> N
     watched.pass_time(load(0.3, 0.3, ttft_met=0.5), 400.0)
     assert watched.counts() == (3, 1)
     assert watched.plan.held == "fewer would do, but targets are missed"
+    watched.turn(load(0.3, 0.3, turned=Turned(refused=0.5)))
+    assert watched.counts() == (3, 1)
+    assert watched.plan.held == "fewer would do, but requests are refused"
     watched.turn(load(0.3, 0.3), ready=False)
     assert watched.counts() == (3, 1)
     assert watched.plan.held == "fewer would do, but some are on their way"
@@ -300,6 +338,20 @@ def test_rates_are_of_the_last_seconds_and_of_each_life_by_itself() -> None:
     assert (later.lately.ttft_met, later.lately.decode.tokens, later.lately.prefill.workers) == (1.0, 1.0, 0)
     assert (later.steadily.ttft_met, later.steadily.requests, later.steadily.decode.sequences) == (0.875, 2.0, 2.0)
     assert observer.take(figures(firsts=1.0), 130.0) is None, "the router has started again"
+
+
+def test_what_waits_in_the_router_is_what_waited_at_every_look() -> None:
+    observer = Observer(10.0, 20.0)
+    looks = ((0, 0, 0, 0), (8, 800, 3, 600), (5, 900, 4, 700))
+    for second, (waiting, tokens, refused, of_them) in enumerate(looks):
+        told = Unserved(waiting=waiting, waiting_tokens=tokens, refused=refused, refused_tokens=of_them)
+        seen = observer.take(msgspec.structs.replace(figures(firsts=second), unserved=told), 10.0 * second)
+    assert seen is not None
+    assert seen.lately.turned == Turned(
+        waiting=5, waiting_tokens=800, growth=10.0, refused=pytest.approx(0.1), refused_tokens=10.0
+    )
+    assert seen.lately.refused_share == 0.5
+    assert seen.steadily.turned.waiting == 0, "it has come since"
 
 
 def test_the_windows_share_of_a_bucket_is_what_lies_within_the_target() -> None:

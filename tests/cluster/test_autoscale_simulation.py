@@ -18,6 +18,7 @@ from cluster.simulation.figures import Figures
 from cluster.simulation.profile import PROFILES
 from cluster.simulation.scenario import Scenario
 from cluster.simulation.simulation import Simulation
+from router.slo.classes import SLOClass, SLOConfig
 
 PROFILE = PROFILES["smollm2-cpu"]
 AUTO = AutoSection(
@@ -74,6 +75,29 @@ def test_it_follows_a_burst_and_lets_go_of_what_it_took(kind: str) -> None:
     _, small = run(trace, None)
     assert found.good > small.good
     assert sum(fleet.seconds.values()) < 0.75 * sum(fleet.most.values()) * found.simulated
+
+
+def test_it_sees_what_admission_holds_back_and_refuses() -> None:
+    """Workers that are sent only what they can begin with have no queue of their own to tell of."""
+    fast = PROFILES["h100-llama8b"]
+    slo = SLOConfig(classes=(SLOClass(ttft=fast.ttft, tpot=fast.tpot),))
+    bounds = RoleBounds(min=1, max=4)
+    auto = msgspec.structs.replace(AUTO, ttft=fast.ttft, tpot=fast.tpot, prefill=bounds, decode=bounds, interval=1.0)
+    auto = msgspec.structs.replace(auto, window=5.0)
+    trace = list(make_trace("no-reuse", requests=2500, rate=90.0))
+    found = {}
+    for elasticity in (None, Elasticity(auto=auto, startup=2.0)):
+        scene = Scenario(
+            profile=fast, prefill=1, decode=1, ttft=fast.ttft, tpot=fast.tpot, slo=slo, elasticity=elasticity
+        )
+        simulation = Simulation(scene, trace, len(trace))
+        found[elasticity is not None] = simulation.run()
+    assert simulation.fleet is not None
+    reasons = [action.why for step in simulation.fleet.steps for action in step.plan.actions]
+    assert any("refused" in why for why in reasons), reasons
+    assert sum(simulation.fleet.most.values()) > 2
+    assert found[True].refused < 0.6 * found[False].refused
+    assert found[True].good > 1.3 * found[False].good
 
 
 def test_it_does_not_flap_on_a_steady_load() -> None:

@@ -10,6 +10,7 @@ from ferry import GENERATION, Harbor, Quay, as_pool, until
 from decode_worker.imports import Imports
 from decode_worker.scheduler import DecodeScheduler
 from engine.block_pool import BlockPool
+from kv_transfer.instructions import Commit
 from kv_transfer.span import Span
 from kv_transfer.transport import TransportConfig, make_receiver
 from kv_transfer.windows import Part
@@ -71,8 +72,9 @@ class DecodeSide:
         self.imports.tick()
         return not self.imports.book.open_count
 
-    def _commit(self, key: RequestKey, handover: Handover, _: float) -> None:
-        self.scheduler.commit(key, handover.next_token, 0.0)
+    def _commit(self, commit: Commit, _: float) -> None:
+        key = commit.key
+        self.scheduler.commit(key, commit.handover.next_token, 0.0)
         self.committed.append(key)
 
     def _fail(self, key: RequestKey, error: ErrorInfo) -> None:
@@ -123,9 +125,7 @@ async def test_a_ticket_is_not_good_twice(scheme, harbor, quay) -> None:
     with pytest.raises(TicketRejected, match="has been written"):
         await answer(here, grant)
     await until(lambda: side.imports.kv_blocks == 2)
-    handover = Handover(
-        key=grant.key, num_tokens=8, next_token=1, blocks=2, nbytes=2 * BLOCK, ticket=grant.ticket, transport=scheme
-    )
+    handover = Handover(key=grant.key, num_tokens=8, next_token=1, blocks=2, nbytes=2 * BLOCK, ticket=grant.ticket)
     side.imports.receive(PREFILL, handover)
     await until(lambda: side.committed)
     there.poison()

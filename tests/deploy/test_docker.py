@@ -96,8 +96,13 @@ def test_the_image_for_gpus_has_the_cuda_build_of_torch_a_compiler_and_rdma() ->
     assert "if wants_cuda ||" in script
     assert "wants_cuda && device=cuda" in script
     assert {"g++", "python3-dev", "python3-venv", "libucx-dev", "rdma-core", "ibverbs-providers"} <= {*runs.split()}
-    # A login shell has the commands too, for Ray's on Kubernetes may be one.
-    assert "PATH=/opt/kvferry/.venv/bin:$PATH' > /etc/profile.d/" in runs
+
+
+@IMAGES
+def test_a_login_shell_has_the_commands_too_for_rays_may_be_one(kind: str) -> None:
+    (path,) = re.findall(r"(PATH=\S+venv/bin:\$PATH)", dict(steps(kind))["ENV"])
+    runs = " ".join(value for name, value in steps(kind) if name == "RUN")
+    assert f"{path}' > /etc/profile.d/kvferry.sh" in runs
 
 
 def test_both_images_leave_the_same_files_out() -> None:

@@ -260,7 +260,7 @@ MESSAGES: tuple[Message, ...] = (
         ticket=TICKET,
         ttl=1.0,
     ),
-    Handover(key=KEY, num_tokens=3, next_token=4, blocks=1, nbytes=64, ticket=TICKET, ship=0.1, tail=0.1),
+    Handover(key=KEY, num_tokens=3, next_token=4, blocks=1, nbytes=64, ticket=TICKET, tail=0.1),
     PromptLogprobs(key=KEY, start=1, table=LogprobTable(0, bytes(8), bytes(8), b"", b"")),
 )
 TOOL = {"type": "function", "function": {"name": "weather", "strict": True, "parameters": {"type": "object"}}}

@@ -10,7 +10,7 @@ from handoff_pieces import TTL, Action, Fault, require
 if TYPE_CHECKING:
     from handoff_world import World
 
-FAULTS = ("drop", "duplicate", "forge", "break", "cancel", "crash", "time")
+FAULTS = ("drop", "duplicate", "forge", "break", "unanswer", "cancel", "crash", "time")
 
 
 def progress(world: World) -> list[Action]:
@@ -43,6 +43,8 @@ def faults(world: World) -> list[Action]:
     found += [("duplicate", item) for item in between if spend["duplicate"]]
     found += [("forge", item) for item in between if spend["forge"]]
     found += [("break", ship_id) for ship_id in world.ships if spend["break"]]
+    answers = [item for item in dict.fromkeys(world.bag) if item[0] == "local" and item[2] == "shipped"]
+    found += [("unanswer", item) for item in answers if spend["unanswer"]]
     found += [("cancel", name) for name, each in world.requests.items() if each.state == "live" and spend["cancel"]]
     found += [("crash", side) for side in ("P", "D") if spend["crash"]]
     if spend["time"] and world.deadline() is not None:

@@ -10,17 +10,15 @@ from kv_transfer.lease import LeaseBook
 from kv_transfer.lease_state import Layers, Lease
 from protocol.errors import KVFerryError
 from protocol.ids import Peer, RequestKey
-from protocol.messages import Renew
+from protocol.messages import ErrorInfo, Handover, Renew
 
 
 class ReleasesInFlight(LeaseBook):
     """Does not wait for the ships of a lease that closes."""
 
-    def _close(
-        self, lease: Lease, error: KVFerryError, now: float, *, refuse: bool, fail: bool
-    ) -> list[do.Instruction]:
+    def _close(self, lease: Lease, *args: object, **kwargs: object) -> list[do.Instruction]:
         lease.in_flight.clear()
-        return super()._close(lease, error, now, refuse=refuse, fail=fail)
+        return super()._close(lease, *args, **kwargs)  # type: ignore[arg-type]
 
 
 class HasNoFence(LeaseBook):
@@ -58,6 +56,25 @@ class ShipsLayersTwice(LeaseBook):
         if lease is not None and layers is None:
             lease.shipped_layers = 0
         return super().computed(key, blocks, now, layers=layers)
+
+
+class SpeaksForItsReader(LeaseBook):
+    """Tells the router of a ship that failed though the reader answers for the request already."""
+
+    def ship_failed(self, key: RequestKey, ship_id: int, error: KVFerryError, now: float) -> list[do.Instruction]:
+        told = super().ship_failed(key, ship_id, error, now)
+        failed = do.Failed(key, ErrorInfo.of(error))
+        return [*told, failed] if told and failed not in told else told
+
+
+class CommitsOnTheHandover(ImportBook):
+    """Takes the hand-over for a promise that everything has landed."""
+
+    def handover(self, sender: Peer, message: Handover, now: float) -> list[do.Instruction]:
+        item = self._find(message.key)
+        if item is not None and item.grant is not None and message.ticket == item.grant.ticket:
+            item.landed_blocks, item.landed_bytes = item.granted_blocks, item.granted_bytes
+        return super().handover(sender, message, now)
 
 
 class FreesWithTheWindowOpen(ImportBook):

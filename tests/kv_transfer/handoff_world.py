@@ -281,7 +281,7 @@ class World:
             del self.ships[ship_id]
             nbytes = (at + 1) * len(run.layers) * self.layout.layer_bytes
             self.bag.append(("local", "D", "landed", ship.ticket, ship.target_blocks, run.layers))
-            self.bag.append(("local", "P", "shipped", ship.key, ship_id, nbytes, ship.finishes, 0.0))
+            self.bag.append(("local", "P", "shipped", ship.key, ship_id, nbytes, ship.finishes))
 
     def _read(self, ship: do.Ship, token: int, layer: int) -> tuple[str, int]:
         pool = self.pools["P"]
@@ -297,6 +297,12 @@ class World:
         self.bag.append(("local", "P", "ship_failed", run.ship.key, ship_id, ChannelLost("stopped")))
 
     _do_break = _do_stop
+
+    def _do_unanswer(self, item: Action) -> None:
+        """Every byte of a ship has landed, and its answer is lost with the connection."""
+        self.bag.remove(item)
+        _, _, _, key, ship_id, *_ = item
+        self.bag.append(("local", "P", "ship_failed", key, ship_id, ChannelLost("no answer")))
 
     def _break_off(self, run: ShipRun) -> None:
         if run.done and run.ship.ticket in self.windows:

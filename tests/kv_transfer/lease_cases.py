@@ -57,13 +57,13 @@ def shipping(book: LeaseBook, now: float = 0.0) -> list[Ship]:
 
 def handed_over(book: LeaseBook, now: float = 0.0) -> list[Instruction]:
     ships = shipping(book, now)
-    book.finished(KEY, 3, now)
-    return [each for ship in ships for each in report(book, ship, now)]
+    told = book.finished(KEY, 3, now)
+    return [*told, *(each for ship in ships for each in report(book, ship, now))]
 
 
 def report(book: LeaseBook, ship: Ship, now: float) -> list[Instruction]:
     count = len(ship.source_blocks)
-    return book.shipped(ship.key, ship.ship_id, count * LAYOUT.block_bytes, count, 0.5, now)
+    return book.shipped(ship.key, ship.ship_id, count * LAYOUT.block_bytes, count, now)
 
 
 def refusals(instructions: list[Instruction], peer: Peer = READER) -> list[str]:

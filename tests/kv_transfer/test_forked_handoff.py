@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from lease_cases import KEY, LAYOUT, READER, TICKET, TTL, grant, opened, report, shipping
+from lease_cases import KEY, LAYOUT, READER, TICKET, TTL, grant, opened, shipping
 
 from kv_transfer.imports import ImportBook
 from kv_transfer.instructions import CloseWindow, Failed, Send
@@ -16,9 +16,8 @@ PREFILL = PrefillAddress(peer=Peer("prefill-0", 4), endpoint="tcp://p:1")
 
 def test_the_hand_over_brings_each_continuation_its_first_token() -> None:
     book = LeaseBook()
-    ships = shipping(book)
-    book.finished(KEY, 3, 0.0, fork_tokens=(4, 3, 9))
-    sent = [each for ship in ships for each in report(book, ship, 0.0)]
+    shipping(book)
+    sent = book.finished(KEY, 3, 0.0, fork_tokens=(4, 3, 9))
     (handover,) = [each.message for each in sent if isinstance(each, Send) and each.peer == READER]
     assert isinstance(handover, Handover)
     assert (handover.next_token, handover.fork_tokens) == (3, (4, 3, 9))

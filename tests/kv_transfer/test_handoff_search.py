@@ -7,12 +7,14 @@ from collections.abc import Callable
 import pytest
 from handoff_faults import (
     AlwaysAnswers,
+    CommitsOnTheHandover,
     CommitsWithTheWindowOpen,
     FreesWithTheWindowOpen,
     HasNoFence,
     ReleasesInFlight,
     ShipsLayersTwice,
     ShipsWhatIsNotComputed,
+    SpeaksForItsReader,
 )
 from handoff_pieces import Fault, Request
 from handoff_search import explore
@@ -44,6 +46,8 @@ def world(
         (2, 1, 1, {"forge": 1}),
         (2, 0, 1, {"drop": 2}),
         (2, 0, 1, {"break": 2}),
+        (1, 0, 1, {"unanswer": 1, "drop": 1}),
+        (1, 0, 1, {"unanswer": 1, "cancel": 1}),
         (1, 0, 1, {"duplicate": 1}),
         (1, 0, 1, {"cancel": 1, "drop": 1}),
         (1, 0, 1, {"crash": 1}),
@@ -110,6 +114,8 @@ def test_blocks_of_another_size_on_the_other_side(
         ({"lease_book": HasNoFence}, {"forge": 1}, "a stale "),
         ({"lease_book": AlwaysAnswers}, {"drop": 1}, "cannot drain"),
         ({"import_book": FreesWithTheWindowOpen}, {"cancel": 1}, "not its own"),
+        ({"lease_book": SpeaksForItsReader}, {"unanswer": 1}, "reported as failed after its commit"),
+        ({"import_book": CommitsOnTheHandover}, {}, "commits wrong bytes"),
         ({"import_book": CommitsWithTheWindowOpen}, {}, "commits with its window open"),
         ({"lease_book": ShipsWhatIsNotComputed}, {}, "while a ship reads it"),
         ({"lease_book": ShipsLayersTwice}, {}, "twice"),

@@ -10,12 +10,14 @@ import pytest
 from handoff_choices import progress
 from handoff_faults import (
     AlwaysAnswers,
+    CommitsOnTheHandover,
     CommitsWithTheWindowOpen,
     FreesWithTheWindowOpen,
     HasNoFence,
     ReleasesInFlight,
     ShipsLayersTwice,
     ShipsWhatIsNotComputed,
+    SpeaksForItsReader,
 )
 from handoff_pieces import Fault, Request
 from handoff_world import World
@@ -24,7 +26,7 @@ from kv_transfer.imports import ImportBook
 from kv_transfer.lease import LeaseBook
 from protocol.errors import KVFerryError
 
-FAULTS = {"drop": 4, "duplicate": 3, "forge": 6, "break": 2, "cancel": 2, "crash": 2, "time": 12}
+FAULTS = {"drop": 4, "duplicate": 3, "forge": 6, "break": 2, "unanswer": 2, "cancel": 2, "crash": 2, "time": 12}
 
 
 def walk(
@@ -104,21 +106,25 @@ def test_with_a_wire_that_keeps_everything_the_router_hears_of_every_end() -> No
 
 
 @pytest.mark.parametrize(
-    ("books", "complaint"),
+    ("books", "faults", "complaint"),
     [
-        ({"lease_book": ReleasesInFlight}, "ships a free block"),
-        ({"lease_book": HasNoFence}, "a stale "),
-        ({"lease_book": AlwaysAnswers}, "does not drain"),
-        ({"import_book": FreesWithTheWindowOpen}, "not its own"),
-        ({"import_book": CommitsWithTheWindowOpen}, "commits with its window open"),
-        ({"lease_book": ShipsWhatIsNotComputed}, "that is not computed"),
-        ({"lease_book": ShipsLayersTwice}, "twice"),
+        ({"lease_book": ReleasesInFlight}, FAULTS, "ships a free block"),
+        ({"lease_book": HasNoFence}, FAULTS, "a stale "),
+        ({"lease_book": AlwaysAnswers}, FAULTS, "does not drain"),
+        ({"import_book": FreesWithTheWindowOpen}, FAULTS, "not its own"),
+        ({"lease_book": SpeaksForItsReader}, {"unanswer": 4}, "reported as failed after its commit"),
+        ({"import_book": CommitsOnTheHandover}, FAULTS, "commits wrong bytes"),
+        ({"import_book": CommitsWithTheWindowOpen}, FAULTS, "commits with its window open"),
+        ({"lease_book": ShipsWhatIsNotComputed}, FAULTS, "that is not computed"),
+        ({"lease_book": ShipsLayersTwice}, FAULTS, "twice"),
     ],
 )
-def test_the_walk_finds_a_planted_fault(books: dict[str, Callable[[], LeaseBook]], complaint: str) -> None:
+def test_the_walk_finds_a_planted_fault(
+    books: dict[str, Callable[[], LeaseBook]], faults: dict[str, int], complaint: str
+) -> None:
     def run(seed: int) -> str:
         try:
-            walk(seed, layered=True, **books)  # type: ignore[arg-type]
+            walk(seed, faults=faults, layered=True, **books)  # type: ignore[arg-type]
         except (Fault, KVFerryError) as error:
             return str(error)
         return ""

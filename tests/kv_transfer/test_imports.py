@@ -106,8 +106,8 @@ class TestImporting:
     def test_landings_and_handover_in_any_order(self, book: ImportBook, order: tuple[str, ...]) -> None:
         opened(book)
         events = {
-            "first": lambda: book.landed(TICKET, 2, 2 * SIZE, 1.0),
-            "second": lambda: book.landed(TICKET, 1, SIZE, 1.0),
+            "first": lambda: book.landed(TICKET, 2, 2 * SIZE, 1.0, seconds=0.5, transport="tcp"),
+            "second": lambda: book.landed(TICKET, 1, SIZE, 1.0, seconds=0.25, transport="tcp"),
             "handover": lambda: book.handover(PREFILL.peer, HANDOVER, 1.0),
         }
         results = []
@@ -116,7 +116,7 @@ class TestImporting:
             book.check_integrity()
         assert results == [[], [], [CloseWindow(KEY, TICKET)]]
         assert book.quiesced(TICKET, 2.0) == [
-            Commit(KEY, HANDOVER),
+            Commit(KEY, HANDOVER, 0.75, "tcp"),
             Send(PREFILL.peer, Settle(key=KEY), PREFILL.endpoint),
         ]
         assert (book.open_count, book.deadline()) == (0, None)

@@ -92,12 +92,11 @@ class TestShipping:
             targets += [block for each in found for block in each.target_blocks]
         assert tuple(targets) == wanted
         assert all(each.wire.block_bytes == layout.block_bytes // 2 for each in ships)
-        told = book.finished(KEY, 3, 0.0)
+        (send,) = book.finished(KEY, 3, 0.0)
         for ship in ships:
             count = len(ship.target_blocks)
-            told = book.shipped(KEY, ship.ship_id, count * ship.wire.block_bytes, count, 0.5, 0.0)
+            assert book.shipped(KEY, ship.ship_id, count * ship.wire.block_bytes, count, 0.0) == []
             book.check_integrity()
-        (send,) = told
         assert isinstance(send, Send)
         assert isinstance(send.message, Handover)
         assert (send.message.blocks, send.message.nbytes) == (blocks, blocks * layout.block_bytes // 2)
@@ -126,11 +125,9 @@ class TestShipping:
         assert [each.source_blocks[0] for each in ships] == [5, 6, 9][first_block:]
         assert [each.target_blocks[0] for each in ships] == list(wanted)
         assert [each.generations[0] for each in ships] == [100 + block for block in wanted]
-        sent = book.finished(KEY, 3, 1.0)
+        (send,) = book.finished(KEY, 3, 1.0)
         for ship in ships:
-            assert sent == []
-            sent = report(book, ship, 2.0)
-        (send,) = sent
+            assert report(book, ship, 2.0) == []
         assert isinstance(send, Send)
         assert isinstance(send.message, Handover)
         assert (send.message.blocks, send.message.nbytes) == (len(wanted), len(wanted) * LAYOUT.block_bytes)
@@ -141,25 +138,27 @@ class TestShipping:
         assert book.finished(KEY, 3, 1.0) == []
         assert kinds(book.grant(READER, grant(3, ()), 2.0)) == ["Handover"]
 
-    def test_the_handover_tells_what_was_done(self, book: LeaseBook) -> None:
-        first, second = shipping(book)
-        assert book.finished(KEY, 3, 4.0) == []
-        assert report(book, second, 5.0) == []
-        assert report(book, first, 6.5) == [
-            Send(
-                READER,
-                Handover(
-                    key=KEY,
-                    num_tokens=10,
-                    next_token=3,
-                    blocks=3,
-                    nbytes=3 * LAYOUT.block_bytes,
-                    ticket=TICKET,
-                    ship=1.0,
-                    tail=2.5,
-                ),
-            )
-        ]
+    @pytest.mark.parametrize("reported", [0, 1, 2])
+    def test_the_handover_waits_for_no_ship_and_tells_what_they_carry(self, book: LeaseBook, reported: int) -> None:
+        ships = shipping(book)
+        for ship in ships[:reported]:
+            assert report(book, ship, 3.0) == []
+        size = 3 * LAYOUT.block_bytes
+        handover = Handover(key=KEY, num_tokens=10, next_token=3, blocks=3, nbytes=size, ticket=TICKET)
+        assert book.finished(KEY, 3, 4.0) == [Send(READER, handover)]
+        for ship in ships[reported:]:
+            assert report(book, ship, 5.0) == []
+        book.check_integrity()
+
+    def test_a_grant_after_the_end_ships_and_hands_over_at_once(self, book: LeaseBook) -> None:
+        opened(book)
+        book.computed(KEY, [5, 6, 9], 0.0)
+        assert book.finished(KEY, 3, 1.0) == []
+        (ship, send) = book.grant(READER, grant(), 3.5)
+        assert isinstance(ship, Ship)
+        assert isinstance(send, Send)
+        assert isinstance(send.message, Handover)
+        assert send.message.tail == 2.5
 
     def test_settling_releases_once(self, book: LeaseBook) -> None:
         handed_over(book)
@@ -282,7 +281,7 @@ class TestExpiry:
         for now in range(10, 200, 10):
             assert book.renew(READER, Renew(key=KEY, ttl=TTL), float(now)) == []
             assert book.tick(float(now)) == []
-        assert kinds(book.grant(READER, grant(), 200.0)) == ["Ship"]
+        assert kinds(book.grant(READER, grant(), 200.0)) == ["Ship", "Handover"]
 
     def test_a_renewal_is_answered_while_the_prompt_is_not_computed(self, book: LeaseBook) -> None:
         opened(book)
@@ -340,8 +339,7 @@ class TestMisuse:
         book.grant(READER, grant(0, (21,)), 0.0)
         (_, ship) = book.computed(KEY, [5], 0.0)
         assert isinstance(ship, Ship)
-        book.finished(KEY, 3, 0.0)
-        assert kinds(report(book, ship, 0.0)) == ["Handover"]
+        assert kinds(book.finished(KEY, 3, 0.0)) == ["Handover"]
 
     @pytest.mark.parametrize("make", [Tombstones, Parking])
     def test_bounds_must_be_above_zero(self, make: type[Tombstones | Parking]) -> None:

@@ -28,6 +28,7 @@ from protocol.errors import (
     EngineFailure,
 )
 from protocol.ids import RequestKey
+from protocol.messages import Settle
 
 
 @pytest.fixture
@@ -101,19 +102,44 @@ class TestClosing:
         assert report(book, second, 2.0) == [Release(KEY)]
         assert report(book, second, 2.0) == []
 
-    def test_the_last_ship_fails(self, book: LeaseBook) -> None:
+    @pytest.mark.parametrize("finished", [False, True])
+    def test_the_last_ship_fails(self, book: LeaseBook, *, finished: bool) -> None:
         first, second = shipping(book)
         report(book, first, 1.0)
+        if finished:
+            assert kinds(book.finished(KEY, 3, 1.0)) == ["Handover"]
         instructions = book.ship_failed(KEY, second.ship_id, ChannelLost("reset"), 1.0)
-        assert kinds(instructions) == ["Release", "Refuse", "Failed"]
+        # Perhaps only its answer was lost: from the hand-over on the reader alone knows, and tells the router.
+        assert kinds(instructions) == ["Release", "Refuse", *([] if finished else ["Failed"])]
         assert refusals(instructions) == ["channel_lost"]
 
     def test_a_ship_that_wrote_fewer_blocks(self, book: LeaseBook) -> None:
         first, second = shipping(book)
         report(book, second, 1.0)
-        instructions = book.shipped(KEY, first.ship_id, LAYOUT.block_bytes, 1, 0.1, 1.0)
+        instructions = book.shipped(KEY, first.ship_id, LAYOUT.block_bytes, 1, 1.0)
         assert refusals(instructions) == ["integrity_mismatch"]
         assert instructions[0] == Release(KEY)
+
+    def test_ships_that_wrote_other_bytes_than_were_handed_over(self, book: LeaseBook) -> None:
+        first, second = shipping(book)
+        book.finished(KEY, 3, 1.0)
+        assert report(book, second, 1.0) == []
+        instructions = book.shipped(KEY, first.ship_id, LAYOUT.block_bytes, 2, 1.0)
+        assert kinds(instructions) == ["Release", "Refuse"]
+        assert refusals(instructions) == ["integrity_mismatch"]
+
+    @pytest.mark.parametrize("answered", [True, False])
+    def test_a_settlement_that_overtakes_the_last_answer(self, book: LeaseBook, *, answered: bool) -> None:
+        first, second = shipping(book)
+        book.finished(KEY, 3, 1.0)
+        report(book, first, 1.0)
+        assert book.settle(READER, Settle(key=KEY), 1.0) == [Quarantine(KEY)], "what landed need not be stopped"
+        assert (book.open_count, book.is_open(KEY), book.deadline()) == (1, False, None)
+        assert book.settle(READER, Settle(key=KEY), 1.0) == book.cancel(KEY, 1.0) == []
+        lost = ChannelLost("after it had landed")
+        ended = report(book, second, 2.0) if answered else book.ship_failed(KEY, second.ship_id, lost, 2.0)
+        assert ended == [Release(KEY)]
+        assert book.open_count == 0
 
     def test_a_cancel_after_the_handover(self, book: LeaseBook) -> None:
         assert kinds(handed_over(book)) == ["Handover"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from lease_cases import ABORT, KEY, LAYOUT, READER, ROUTER, TTL, grant, kinds, report
 
 from kv_transfer.imports import ImportBook
@@ -63,15 +64,21 @@ def where(histogram: Histogram, name: str) -> float:
     return SCALES[name].bounds[histogram.counts.index(1)]
 
 
-def test_a_lease_from_opening_to_settlement() -> None:
+@pytest.mark.parametrize("overtaken", [False, True])
+def test_a_lease_from_opening_to_settlement(*, overtaken: bool) -> None:
     side = Side()
     book = leased(side)
     assert (side.counts.opened, side.counts.open) == (1, 1)
     (ship,) = granted(side, book)
     side.tally.granted(KEY, 0.39)
     side.tally.opened(KEY, 0.39)
-    side.tally.shipped(KEY, "tcp", ShipReport(nbytes=6000, spans=3, seconds=0.002))
-    side.took([*report(book, ship, 0.4), *book.finished(KEY, 7, 0.4)], now=0.4)
+    side.tally.ships_by(KEY, "tcp")
+    side.took(book.finished(KEY, 7, 0.4), now=0.4)
+    if overtaken:
+        side.took(book.settle(READER, Settle(key=KEY), 0.4075), "settled", 0.4075)
+        assert side.counts.draining == 1
+    side.tally.shipped("tcp", ShipReport(nbytes=6000, spans=3, seconds=0.002))
+    side.took(report(book, ship, 0.4), now=0.4)
     side.took(book.settle(READER, Settle(key=KEY), 0.4075), "settled", 0.4075)
     counts = side.counts
     assert (counts.opened, counts.open, counts.draining, counts.ended) == (1, 0, 0, {"settled": 1})

@@ -219,7 +219,6 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Message]] = {
         blocks=counts,
         nbytes=counts,
         ticket=tickets,
-        ship=seconds,
         tail=seconds,
         fork_tokens=token_lists,
     ),

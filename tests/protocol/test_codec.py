@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from message_strategies import MESSAGES, messages, peers
 
-from protocol.codec import HEADER, MAX_FRAME_BYTES, VERSION, decode, encode
+from protocol.codec import HEADER, MAX_FRAME_BYTES, OLDEST, VERSION, decode, encode
 from protocol.errors import MalformedFrame, ProtocolError, VersionMismatch
 from protocol.ids import Peer, RequestKey
 from protocol.messages import Cancel, Message, Prefill, Settle, Tokens
@@ -54,8 +54,9 @@ def test_every_message_comes_back_as_it_was(kind: type[Message]) -> None:
 def test_another_msgpack_reads_the_same(sender: Peer, body: Message) -> None:
     frame = encode(sender, body)
     assert frame[:3] == b"KF" + bytes([VERSION])
-    (name, incarnation), fields = msgpack.unpackb(frame[3:], use_list=True)
+    (name, incarnation), fields, speaks = msgpack.unpackb(frame[3:], use_list=True)
     assert (name, incarnation) == (sender.name, sender.incarnation)
+    assert speaks == [OLDEST, VERSION]
     expected = msgspec.msgpack.decode(msgspec.msgpack.encode(msgspec.to_builtins(body, builtin_types=(bytes,))))
     assert fields == expected
     again = HEADER + msgpack.packb([[name, incarnation], fields])
@@ -134,7 +135,8 @@ def test_another_version_is_told_from_junk() -> None:
     error = refused(b"KF" + bytes([VERSION + 1]) + encode(ME, Cancel(key=KEY))[3:])
     assert type(error) is VersionMismatch
     assert f"version {VERSION + 1}" in error.message
-    assert f"speaks {VERSION}" in error.message
+    assert f"speaks {OLDEST} to {VERSION}" in error.message
+    assert type(refused(b"KF" + bytes([OLDEST - 1]) + encode(ME, Cancel(key=KEY))[3:])) is VersionMismatch
     assert type(refused(b"GET / HTTP/1.1\r\n")) is MalformedFrame
 
 

@@ -4,12 +4,14 @@ import asyncio
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import pytest
 import zmq
 import zmq.asyncio
+from record_wire import recorded
 
-from protocol.codec import MAX_FRAME_BYTES
+from protocol.codec import HEADER, MAX_FRAME_BYTES, OLDEST, VERSION, encode
 from protocol.errors import ConfigError, MalformedFrame, ProtocolError, StartFailed, VersionMismatch
 from protocol.ids import Peer, RequestKey
 from protocol.messages import Cancel, Prefill, Settle
@@ -135,6 +137,61 @@ async def test_a_bad_frame_raises_once_and_the_next_is_heard(context: zmq.asynci
     assert (await hub.receive())[1].body == settle(4)
     spoke.close()
     raw.close(linger=0)
+
+
+async def test_two_of_this_release_speak_its_version_from_the_first_answer_on(
+    context: zmq.asyncio.Context, hub: Hub
+) -> None:
+    raw = context.socket(zmq.ROUTER)
+    port = raw.bind_to_random_port("tcp://127.0.0.1")
+    spoke = Spoke(context, WORKER, f"tcp://127.0.0.1:{port}", watched=True)
+    spoke.send(settle(1))
+    identity, opening = await raw.recv_multipart()
+    assert opening[:3] == b"KF" + bytes([OLDEST]), "nobody knows yet what answers there"
+    await raw.send_multipart([identity, encode(hub.me, settle(2))])
+    await spoke.receive()
+    spoke.send(settle(3))
+    assert (await raw.recv_multipart())[1][:3] == HEADER
+    # Another process may be there when it comes back.
+    await spoke.connected()
+    spoke.send(settle(4))
+    assert (await raw.recv_multipart())[1][2] == OLDEST
+    spoke.close()
+    raw.close(linger=0)
+
+
+async def test_a_peer_of_the_release_before_is_answered_in_its_version(context: zmq.asyncio.Context, hub: Hub) -> None:
+    older, newer = (context.socket(zmq.DEALER) for _ in range(2))
+    recording = Path(__file__).with_name(f"wire_{OLDEST}.frames")
+    for raw, frame, version in (
+        (older, next(recorded(recording)), OLDEST),
+        (newer, encode(WORKER, settle(1), OLDEST), VERSION),
+        (older, next(recorded(recording)), OLDEST),
+    ):
+        raw.connect(hub.endpoint)
+        await raw.send(frame)
+        identity, _ = await hub.receive()
+        assert hub.send(identity, settle(7))
+        assert (await raw.recv())[2] == version
+    await older.send(HEADER[:2] + bytes([OLDEST - 1]) + frame[3:])
+    with pytest.raises(VersionMismatch, match=rf"version {OLDEST - 1}, this process speaks {OLDEST} to {VERSION}"):
+        await hub.receive()
+    older.close(linger=0)
+    newer.close(linger=0)
+
+
+async def test_what_an_older_peer_would_not_understand_is_not_sent(
+    context: zmq.asyncio.Context, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("protocol.codec.SINCE", {Settle: VERSION})
+    spoke = Spoke(context, WORKER, hub.endpoint)
+    assert not spoke.send(settle(1))
+    assert spoke.send(Cancel(key=RequestKey("r", 1)))
+    identity, _ = await hub.receive()
+    assert hub.send(identity, settle(2))
+    assert (await spoke.receive()).body == settle(2)
+    assert spoke.send(settle(3))
+    spoke.close()
 
 
 async def test_a_frame_over_the_bound_never_arrives(context: zmq.asyncio.Context, hub: Hub) -> None:

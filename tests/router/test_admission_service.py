@@ -15,7 +15,7 @@ from worker_facts import MODEL
 from protocol.errors import DeadlineExceeded, Overloaded, TargetOutOfReach
 from router.config import RouterConfig
 from router.front.generation import Generation
-from router.overview import ClusterOverview
+from router.overview import ClusterOverview, Unserved
 from router.service import Service
 from router.slo.classes import SLOClass, SLOConfig
 
@@ -57,12 +57,17 @@ def counted(service: Service, name: str, **labels: str) -> float:
     return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
 
+def unserved(service: Service) -> Unserved:
+    return msgspec.convert(service.cluster(), ClusterOverview).unserved
+
+
 async def test_requests_wait_in_the_router_and_go_on_when_there_is_room() -> None:
     async with serving() as (service, _, prefill):
         reading = [asyncio.create_task(read(service, asked())) for _ in range(3)]
         await until(lambda: counted(service, "kvferry_admission_waiting", **{"class": "slow"}) == 3)
         assert prefill.opened == []
         assert service.cluster()["live_requests"] == 3
+        assert unserved(service) == Unserved(waiting=3, waiting_tokens=3 * len(PROMPT))
         prefill.load["waiting_tokens"] = IDLE
         assert await asyncio.gather(*reading) == [whole_text(PROMPT, 4)] * 3
         assert counted(service, "kvferry_admitted_total", **{"class": "slow"}) == 3
@@ -101,6 +106,7 @@ async def test_choices_of_one_prompt_wait_and_start_as_one() -> None:
             first = [asyncio.ensure_future(anext(source)) for source in sources]
             await asyncio.sleep(0)  # each is read from now on
             assert counted(service, "kvferry_admission_waiting") == 1
+            assert unserved(service) == Unserved(waiting=1, waiting_tokens=len(PROMPT))
             first[0].cancel()
             await asyncio.gather(first[0], return_exceptions=True)
             prefill.load["waiting_tokens"] = IDLE
@@ -134,6 +140,7 @@ async def test_who_would_be_too_late_is_refused_at_once_and_may_ask_why() -> Non
         ) as refused:
             await read(service, asked("fast", name="mine"))
         assert 1.0 < refused.value.retry_after < 2.0
+        assert unserved(service) == Unserved(refused=1, refused_tokens=len(PROMPT))
         (told,) = service.explain("mine")
         assert told["admission"]["outcome"] == "target"
         assert told["admission"]["class"] == "fast"
@@ -151,6 +158,15 @@ async def test_who_would_be_too_late_is_refused_at_once_and_may_ask_why() -> Non
             "predicted_ttft_s": None,
         }
         assert counted(service, "kvferry_slo_targets_total", **{"class": "fast", "outcome": "kept"}) == 2
+
+
+async def test_who_has_until_a_deadline_asks_for_no_worker() -> None:
+    async with serving(SLOConfig(classes=(SLOClass(deadline=60.0),), backlog=1e-3)) as (service, _, prefill):
+        reading = asyncio.create_task(read(service, asked("")))
+        await until(lambda: counted(service, "kvferry_admission_waiting") == 1)
+        assert unserved(service) == Unserved()
+        prefill.load["waiting_tokens"] = IDLE
+        assert await reading == whole_text(PROMPT, 4)
 
 
 async def test_a_full_class_refuses_more() -> None:

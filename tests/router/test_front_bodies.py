@@ -12,6 +12,7 @@ import httpx
 import pytest
 from front_stage import (
     CONTEXT,
+    MODEL,
     TEXT,
     ScriptedService,
     hanging,
@@ -87,3 +88,40 @@ def test_memory_stays_bounded_while_a_body_is_read(bpe_tokenizer: Tokenizer) -> 
         tracemalloc.stop()
     assert sent[0]["status"] == 413
     assert peak < 2 << 20
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+def test_a_body_that_is_said_to_be_no_json_is_refused(http: httpx.Client, path: str) -> None:
+    # What a page in a browser can send to any address without asking.
+    for kind in ("text/plain", "text/plain;charset=UTF-8", "application/x-www-form-urlencoded", "multipart/form-data"):
+        response = http.post(path, content=json.dumps(TEXT).encode(), headers={"content-type": kind})
+        assert kind.partition(";")[0] in refused(response, 415, "unsupported_media_type", "content-type")
+
+
+@pytest.mark.parametrize("kind", [None, "application/json", "Application/JSON; charset=utf-8", "application/json ;x=y"])
+def test_a_body_may_be_said_to_be_json_or_not_at_all(http: httpx.Client, kind: str | None) -> None:
+    headers = {} if kind is None else {"content-type": kind}
+    response = http.post("/v1/completions", content=json.dumps(TEXT).encode(), headers=headers)
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_text_that_can_never_fit_is_not_tokenised_to_its_end(
+    bpe_tokenizer: Tokenizer, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    encode = bpe_tokenizer.encode
+
+    def watched(text: str, **options: bool) -> tuple[int, ...]:
+        seen.append(len(text))
+        return encode(text, **options)
+
+    monkeypatch.setattr(bpe_tokenizer, "encode", watched)
+    text = "the ferry " * 300_000
+    asked = {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
+    service = ScriptedService(saying((5,)), max_model_len=CONTEXT)
+    with serving_front(service, bpe_tokenizer) as url, httpx.Client(base_url=url, trust_env=False) as client:
+        response = client.post(path, json={"model": MODEL, **asked})
+    where = "prompt" if path == "/v1/completions" else "messages"
+    assert "alone has over" in refused(response, 400, "context_length_exceeded", where)
+    assert max(seen) < len(text) / 100

@@ -89,5 +89,6 @@ def test_every_error_of_the_tree_has_a_status() -> None:
     assert statuses["payload_too_large"] == 413
     assert statuses["unsupported_field"] == 400
     assert {statuses[code] for code, kind in ERRORS_BY_CODE.items() if issubclass(kind, KVFerryError)} == {
-        400, 401, 404, 413, 429, 500, 503, 504,
+        400, 401, 404, 413,
+        415, 429, 500, 503, 504,
     }  # fmt: skip

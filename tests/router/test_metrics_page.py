@@ -101,7 +101,7 @@ def exported() -> dict[str, Metric]:
     metrics.foretold(decision(), 0.1)
     metrics.admission.watch(("fast",), lambda _: 3)
     metrics.admission.admitted("fast", 0.25)
-    metrics.admission.refused("fast", "target")
+    metrics.admission.refused("fast", "target", 9)
     metrics.admission.served(SLOClass(name="fast", ttft=1.0, tpot=0.1), 0.5, 0.2)
     families = text_string_to_metric_families(metrics.exposition().decode())
     return {family.name: family for family in families if not family.name.endswith("_created")}

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from worker_facts import LAYOUT, beating, fleet_of, paced, pool, profile, worker
+from worker_facts import LAYOUT, MODEL, beating, fleet_of, paced, pool, profile, worker
 
 from protocol.errors import NoWorkerAvailable
 from protocol.ids import Peer
 from protocol.layout import KVLayout
+from protocol.versions import Versions
 from router.fleet import Fleet
 from router.forecast import forecast
-from router.pairing import mismatch
+from router.pairing import complaints, mismatch
 from router.policy import POLICIES, Demand, Snapshot, place
 from router.registry import Worker
 
@@ -150,6 +151,19 @@ def test_a_mismatch_names_both_values() -> None:
     assert reason == "kv_heads: 2 here, 4 there"
     assert mismatch(profile("prefill"), profile("decode", model="b")) == "model: 'tiny' here, 'b' there"
     assert mismatch(profile("prefill", layout=LAYOUT), profile("decode")) is None
+
+
+def test_workers_that_cannot_speak_with_each_other_are_no_pair() -> None:
+    old = [replace(worker(name, role), speaks=Versions(3, 4)) for name, role in (("p0", "prefill"), ("d0", "decode"))]
+    new = [replace(worker(name, role), speaks=Versions(5, 6)) for name, role in (("p1", "prefill"), ("d1", "decode"))]
+    both = replace(worker("d2", "decode", running=9), speaks=Versions(4, 5))
+    with pytest.raises(NoWorkerAvailable, match="wire version: 3 to 4 here, 5 to 6 there"):
+        pick([old[0], new[1]])
+    assert pick([old[0], new[1], both]) == ("p0", "d2")
+    for turn in range(4):
+        assert pick([*old, *new], turn=turn) in {("p0", "d0"), ("p1", "d1")}
+    (told,) = complaints(old[0].peer, [old[0], new[1], both], MODEL)
+    assert told == "workers p0@1 and d1@1 cannot be paired: wire version: 3 to 4 here, 5 to 6 there"
 
 
 _workers = st.lists(

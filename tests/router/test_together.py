@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from scripted_workers import Fleet, ScriptedWorker, fleet_at, greedy, until, whole_text
+from scripted_workers import Fleet, ScriptedWorker, fleet_at, greedy, known, until, whole_text
 from worker_facts import MODEL
 
 from protocol.errors import InvalidRequest, InvariantViolation, NoWorkerAvailable, Overloaded
@@ -41,7 +41,7 @@ async def serving(**settings: object) -> AsyncIterator[tuple[Service, Fleet]]:
 async def joined(service: Service, fleet: Fleet, decode: int = 1) -> tuple[ScriptedWorker, list[ScriptedWorker]]:
     prefill = fleet.add("prefill", "p0")
     others = [fleet.add("decode", f"d{index}") for index in range(decode)]
-    await until(lambda: service.health().decode_workers == decode and service.health().ready)
+    await known(service, decode + 1)
     return prefill, others
 
 

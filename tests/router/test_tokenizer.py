@@ -161,3 +161,12 @@ def test_the_front_loads_no_heavy_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("piece", ["the ferry ", "a", "1", "渡船", "😀", " ", "Größe, "])
+def test_of_a_long_text_it_is_known_how_many_tokens_it_has_at_least(bpe_tokenizer: Tokenizer, piece: str) -> None:
+    text = piece * 60_000
+    for most in (1, 100, 2000):
+        assert bpe_tokenizer.least_tokens(text[:1000], most) == 0
+        assert most < bpe_tokenizer.least_tokens(text, most) <= len(bpe_tokenizer.encode(text))
+    assert bpe_tokenizer.least_tokens(text, 1_000_000) == 0

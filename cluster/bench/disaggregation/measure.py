@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import msgspec
@@ -33,6 +33,9 @@ from router.front.generation import Generation, GenerationReport
 from router.service import Service
 
 STREAM_PROMPT, STREAM_OUTPUT = 16, 256
+WARM_PROMPT, WARM_OUTPUT = 64, 4
+"""Asked before each request that counts. The weights of an engine that rests leave the caches that it shares with
+others, and its next step takes up to twice as long; under load no engine rests."""
 QUIET = 2.0
 """Seconds of streams alone before the first long prompt."""
 SHORTEST = 1e-6
@@ -110,7 +113,8 @@ async def measure_disaggregation(options: DisaggregationOptions, on_turn: OnTurn
         chunk=options.chunk,
         step_tokens=options.step_tokens,
     ) as stage:
-        alone = await _alone(stage, options, rng, on_turn)
+        alone = await _alone(stage, cores, options, rng, on_turn)
+        stage.place(cores)
         load = await _loaded(stage, options, rng, on_turn) if options.seconds else ()
     return DisaggregationReport(
         model=options.model.name,
@@ -127,14 +131,16 @@ async def measure_disaggregation(options: DisaggregationOptions, on_turn: OnTurn
 
 
 async def _alone(
-    stage: Stage, options: DisaggregationOptions, rng: random.Random, on_turn: OnTurn
+    stage: Stage, cores: tuple[int, ...], options: DisaggregationOptions, rng: random.Random, on_turn: OnTurn
 ) -> tuple[AloneRow, ...]:
     ways = {APART: stage.apart, TOGETHER: stage.here}
     taken: dict[tuple[int, str], list[Request]] = {}
     for turn in range(options.runs + 1):
         on_turn(f"alone, {turn}")
-        for tokens in options.tokens:
+        for placed, tokens in product((cores, cores[::-1]), options.tokens):
+            stage.place(placed)
             for way in rng.sample([*ways], len(ways)):
+                await _ask(ways[way], WARM_PROMPT, WARM_OUTPUT, rng)
                 request = await _one(ways[way], tokens, options.output, rng)
                 if turn:
                     taken.setdefault((tokens, way), []).append(request)
@@ -145,8 +151,9 @@ def alone_row(tokens: int, apart: Sequence[Request], together: Sequence[Request]
     """The medians of one prompt length; the requests of a turn stand at the same place of both."""
 
     def median(runs: Sequence[Request]) -> Request:
-        names = Request.__struct_fields__
-        return Request(**{name: statistics.median(getattr(each, name) for each in runs) for name in names})
+        times = [name for name in Request.__struct_fields__ if name != "kv_bytes"]
+        found = {name: statistics.median(getattr(each, name) for each in runs) for name in times}
+        return Request(**found, kv_bytes=runs[0].kv_bytes)
 
     pairs = list(zip(apart, together, strict=True))
     return AloneRow(

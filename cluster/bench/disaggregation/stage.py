@@ -1,7 +1,7 @@
 """Everything that is measured, up and ready: workers in processes of their own, and a router for each way to use them.
 
-The prefill worker has the first core and the decode worker the second. The engine that does both has the two of them,
-with a thread for each.
+The prefill worker has the first core and the decode worker the second, or the other way round: two cores of a machine
+are seldom equally fast. The engine that does both has the two of them, with a thread for each.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from cluster.bench.worker_process import MODEL, worker_process
 from protocol.errors import ConfigError, StartFailed
@@ -32,11 +34,20 @@ class Stage:
         apart: prefill worker and decode worker.
         here: the same decode worker, which prefills too.
         together: one worker on both cores that does both, by its budget of tokens per step.
+        apart_pids: processes of the prefill and of the decode worker.
     """
 
     apart: Service
     here: Service
     together: dict[int, Service]
+    apart_pids: list[int]
+
+    def place(self, cores: tuple[int, ...]) -> None:
+        """Hold the prefill worker to the first of ``cores``, and the decode worker to the second."""
+        for pid, core in zip(self.apart_pids, cores, strict=True):
+            for thread in psutil.Process(pid).threads():
+                with suppress(ProcessLookupError):  # it has ended meanwhile
+                    os.sched_setaffinity(thread.id, {core})
 
 
 def two_cores() -> tuple[int, ...]:
@@ -84,7 +95,7 @@ async def staged(
             stack.push_async_callback(service.close)
             return service
 
-        async def worker(role: str, name: str, on: tuple[int, ...], services: list[Service], **own: int) -> None:
+        async def worker(role: str, name: str, on: tuple[int, ...], services: list[Service], **own: int) -> int:
             order = {
                 "role": role,
                 "name": name,
@@ -93,13 +104,12 @@ async def staged(
                 "cores": list(on),
                 **own,
             }
-            await stack.enter_async_context(worker_process(order))
+            return await stack.enter_async_context(worker_process(order))
 
-        stage = Stage(
-            await router("never"), await router("always"), {budget: await router("always") for budget in step_tokens}
-        )
-        await worker("prefill", "prefill", cores[:1], [stage.apart])
-        await worker("decode", "decode", cores[1:], [stage.apart, stage.here])
+        apart, here = await router("never"), await router("always")
+        stage = Stage(apart, here, {budget: await router("always") for budget in step_tokens}, [])
+        stage.apart_pids.append(await worker("prefill", "prefill", cores[:1], [apart]))
+        stage.apart_pids.append(await worker("decode", "decode", cores[1:], [apart, here]))
         for budget, service in stage.together.items():
             await worker("decode", f"both-{budget}", cores, [service], step_tokens=budget)
         services = (stage.apart, stage.here, *stage.together.values())

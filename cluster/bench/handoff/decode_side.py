@@ -23,10 +23,11 @@ from decode_worker.scheduler import DecodeScheduler
 from decode_worker.worker import TICK
 from engine.block_pool import BlockPool
 from kv_transfer.choice import listen
+from kv_transfer.instructions import Commit
 from kv_transfer.transport import TransportConfig
 from protocol.errors import KVFerryError
 from protocol.ids import Peer, RequestKey
-from protocol.messages import ErrorInfo, Handover
+from protocol.messages import ErrorInfo
 from protocol.wire_layout import WireLayout
 
 ROUTER = Peer("bench", 0)
@@ -111,8 +112,9 @@ class DecodeSide:
         for sequence in self._scheduler.admit():
             self._imports.open(sequence)
 
-    def _commit(self, key: RequestKey, handover: Handover, _handoff: float) -> None:
-        sequence = self._scheduler.commit(key, handover.next_token, time.monotonic())
+    def _commit(self, commit: Commit, _handoff: float) -> None:
+        key = commit.key
+        sequence = self._scheduler.commit(key, commit.handover.next_token, time.monotonic())
         crc = None
         if self._checked:
             size = self._block_bytes
