@@ -4,7 +4,8 @@ A release speaks its own version and the one before, so that workers can be repl
 release. Nobody has to ask which a peer speaks: whoever connects begins with the older of its two, each frame says what
 else its sender could be spoken to in, and from the answer on both use the highest that both know. So from one version
 to the next fields are only added, at the end and with a default, or taken away where they had one; and what else is new
-(a kind of message, a value of a ``Literal``) is not sent to a peer of the older one: kinds stand in :data:`SINCE` for that.
+(a kind of message, a value of a ``Literal``) is not sent to a peer of the older one: kinds stand in :data:`SINCE` for
+that.
 
 History of the wire:
 
