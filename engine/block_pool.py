@@ -17,7 +17,7 @@ from engine.block_state import STATE_OF_HOLDER, BlockState, HolderKind, Owner
 from engine.free_runs import FreeRuns
 from engine.prefix_index import BlockHash, PrefixIndex
 from protocol.errors import ConfigError, InvariantViolation, PoolExhausted
-from protocol.kv_publisher import KVPublisher
+from protocol.kv_publisher import KVPublisher, keys_of
 from protocol.layout import PADDING_BLOCK
 from protocol.messages import PoolCounts
 
@@ -197,7 +197,8 @@ class BlockPool:
 
     def publisher(self) -> KVPublisher:
         """Tells routers, from now on, what :meth:`match` finds."""
-        return KVPublisher(self._index.watch().take, self._index.hashes)
+        changes, index = self._index.watch(), self._index
+        return KVPublisher(changes.take_keys, lambda: keys_of(index.hashes()))
 
     def generation(self, block: int) -> int:
         """How often ``block`` was allocated."""

@@ -6,6 +6,7 @@ Life cycle of a change: noted, taken back by its opposite, or taken away by :met
 from __future__ import annotations
 
 from protocol.block_hashes import BlockHash
+from protocol.kv_publisher import keys_of
 
 
 class PrefixChanges:
@@ -34,3 +35,8 @@ class PrefixChanges:
         taken = list(self._stored), list(self._removed)
         self._stored, self._removed = {}, {}
         return taken
+
+    def take_keys(self) -> tuple[bytes, bytes]:
+        """The same as keys."""
+        stored, removed = self.take()
+        return keys_of(stored), keys_of(removed)

@@ -15,21 +15,27 @@ from protocol.kv_events import KEY_BYTES, MAX_KEYS, MAX_PAGES, KVEvents, KVFollo
 FOLLOW_TTL = 15.0
 """Seconds for which a router is told of changes without asking again."""
 
-Changes = tuple[list[BlockHash], list[BlockHash]]
+Changes = tuple[bytes, bytes]
+_PART = MAX_KEYS * KEY_BYTES
+
+
+def keys_of(hashes: Iterable[BlockHash]) -> bytes:
+    """The keys of blocks, one after the other."""
+    return b"".join([block_hash[:KEY_BYTES] for block_hash in hashes])
 
 
 class KVPublisher:
     """What one worker tells of its prefix cache.
 
     Args:
-        changes: takes away what was stored and what was removed since it was last called.
-        everything: gives all hashes that are there.
+        changes: takes away the keys of what was stored and of what was removed since it was last called.
+        everything: gives all keys that are there.
 
     Attributes:
         sequence: of the last events.
     """
 
-    def __init__(self, changes: Callable[[], Changes], everything: Callable[[], Iterable[BlockHash]]) -> None:
+    def __init__(self, changes: Callable[[], Changes], everything: Callable[[], bytes]) -> None:
         self.sequence = 0
         self._changes = changes
         self._everything = everything
@@ -41,10 +47,8 @@ class KVPublisher:
         events = []
         while stored or removed:
             self.sequence += 1
-            events.append(
-                KVEvents(sequence=self.sequence, stored=_keys(stored[:MAX_KEYS]), removed=_keys(removed[:MAX_KEYS]))
-            )
-            stored, removed = stored[MAX_KEYS:], removed[MAX_KEYS:]
+            events.append(KVEvents(sequence=self.sequence, stored=stored[:_PART], removed=removed[:_PART]))
+            stored, removed = stored[_PART:], removed[_PART:]
         return events
 
     def followers(self, now: float) -> list[Hashable]:
@@ -63,9 +67,8 @@ class KVPublisher:
         self._followers[follower] = now + FOLLOW_TTL
         if asked.sequence is not None and (known or asked.sequence == self.sequence):
             return []
-        keys = _keys(self._everything())[: MAX_PAGES * MAX_KEYS * KEY_BYTES]
-        size = MAX_KEYS * KEY_BYTES
-        pages = [keys[start : start + size] for start in range(0, len(keys), size)] or [b""]
+        keys = self._everything()[: MAX_PAGES * _PART]
+        pages = [keys[start : start + _PART] for start in range(0, len(keys), _PART)] or [b""]
         return [
             KVSnapshot(sequence=self.sequence, page=page, last=page == len(pages) - 1, keys=part)
             for page, part in enumerate(pages)
@@ -74,7 +77,3 @@ class KVPublisher:
     def forget(self, follower: Hashable) -> None:
         """A router is gone."""
         self._followers.pop(follower, None)
-
-
-def _keys(hashes: Iterable[BlockHash]) -> bytes:
-    return b"".join(block_hash[:KEY_BYTES] for block_hash in hashes)

@@ -12,7 +12,8 @@ once, whereupon its row may be another's.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,14 @@ from router.block_table import Array, BlockTable, Values
 
 FEW = 16
 """Workers up to which bits are taken one by one."""
+
+
+class Move(NamedTuple):
+    """Blocks that a worker has from now on, or has no more."""
+
+    row: int
+    keys: Array
+    stored: bool
 
 
 class BlockIndex:
@@ -49,11 +58,30 @@ class BlockIndex:
 
     def store(self, row: int, keys: Array) -> None:
         """The worker of ``row`` has these blocks from now on."""
-        self._change(keys, 1 << row, stored=True)
+        self.change([Move(row, keys, stored=True)])
 
     def remove(self, row: int, keys: Array) -> None:
         """The worker of ``row`` has these blocks no more."""
-        self._change(keys, 1 << row, stored=False)
+        self.change([Move(row, keys, stored=False)])
+
+    def change(self, moves: Sequence[Move]) -> None:
+        """Blocks come and go, in that order; many at once cost each of them less."""
+        keys = np.concatenate([move.keys for move in moves])
+        if not keys.all():
+            keys = np.maximum(keys, 1)
+        of = np.repeat(np.arange(len(moves)), [len(move.keys) for move in moves])
+        # First: what it drops is counted down, and must not have been looked up before.
+        self._table.make_room(len(keys), self.blocks)
+        while keys.size:
+            again = _named_again(keys)
+            if not again.size:
+                self._change(keys, of, moves)
+                return
+            # One that is named several times has its turns one after the other.
+            first = np.ones(len(keys), dtype=bool)
+            first[again] = False
+            self._change(keys[first], of[first], moves)
+            keys, of = keys[again], of[again]
 
     def drop(self, row: int) -> None:
         """The worker of ``row`` has nothing any more."""
@@ -71,52 +99,57 @@ class BlockIndex:
             # Two sets may be equal from now on: only one of them will be given to further blocks.
             self._numbers.setdefault(left, number)
 
-    def depths(self, pieces: Iterable[Array], among: int, rows: int) -> NDArray[np.int64]:
-        """How many of a prompt's first blocks each worker has, without a gap.
+    def depths(self, pieces: Iterable[Array], among: int) -> list[tuple[int, int]]:
+        """How many of a prompt's first blocks workers have, without a gap.
 
         Args:
             pieces: the keys of its blocks, in order, in parts; no further part is asked for than is looked at.
             among: bits of the rows that matter.
-            rows: length of the answer, by row.
+
+        Returns:
+            Bits of rows, and how many blocks these have; of those that are in none it is none.
         """
-        out = np.zeros(rows, dtype=np.int64)
-        staying, depth, last = among, 0, -1
+        found: list[tuple[int, int]] = []
+        members, staying, depth, last = self._members, among, 0, -1
         for keys in pieces:
-            for number in self._table.find(keys).tolist():
+            numbers = self._table.lead(keys)
+            for number in numbers:
                 if number != last:
                     last = number
-                    still = staying & self._members[number]
+                    still = staying & members[number]
                     if still != staying:
                         if depth:
-                            _mark(out, staying ^ still, depth)
+                            found.append((staying ^ still, depth))
                         staying = still
                         if not staying:
-                            return out
+                            return found
                 depth += 1
+            if len(numbers) < len(keys):
+                break
         if depth:
-            _mark(out, staying, depth)
-        return out
+            found.append((staying, depth))
+        return found
 
-    def _change(self, keys: Array, bit: int, *, stored: bool) -> None:
-        keys = np.unique(np.maximum(keys, 1))
-        if not keys.size:
-            return
-        # First: what it drops is counted down, and must not have been looked up before.
-        self._table.make_room(len(keys), self.blocks)
-        numbers = self._table.find(keys)
-        kinds, which, counts = np.unique(numbers, return_inverse=True, return_counts=True)
-        after = np.empty(len(kinds), dtype=np.uint32)
-        for index, (number, count) in enumerate(zip(kinds.tolist(), counts.tolist(), strict=True)):
+    def _change(self, keys: Array, of: NDArray[np.int64], moves: Sequence[Move]) -> None:
+        where = self._table.locate(keys)
+        numbers = where.values
+        # Blocks that follow each other mostly are the same workers': a run of them is one step.
+        turns = np.flatnonzero((numbers[1:] != numbers[:-1]) | (of[1:] != of[:-1]))
+        ends = [*(turns + 1).tolist(), len(keys)]
+        after, start = [], 0
+        for end, number, index in zip(ends, numbers[[*turns, -1]].tolist(), of[[*turns, -1]].tolist(), strict=True):
+            move, count = moves[index], end - start
             members = self._members[number]
-            wanted = members | bit if stored else members & ~bit
+            wanted = members | 1 << move.row if move.stored else members & ~(1 << move.row)
             target = self._number(wanted)
-            after[index] = target
+            after.append(target)
             self.holdings += count * (wanted.bit_count() - members.bit_count())
             self.blocks += count * (bool(wanted) - bool(members))
             self._count(target, count)
             self._count(number, -count)
-        changed = (kinds != after)[which]
-        self._table.assign(keys[changed], after[which][changed])
+            start = end
+        lengths = np.diff(ends, prepend=0)
+        self._table.assign(keys, where, np.repeat(np.array(after, dtype=np.uint32), lengths))
 
     def _number(self, members: int) -> int:
         number = self._numbers.get(members)
@@ -151,12 +184,31 @@ class BlockIndex:
         return kept[which] if kinds.size else np.zeros(0, dtype=bool)
 
 
-def _mark(out: NDArray[np.int64], bits: int, depth: int) -> None:
-    if bits.bit_count() > FEW:
-        packed = np.frombuffer(bits.to_bytes(-(-len(out) // 8), "little"), dtype=np.uint8)
-        out[np.unpackbits(packed, count=len(out), bitorder="little").astype(bool)] = depth
-        return
+def _named_again(keys: Array) -> NDArray[np.int64]:
+    """Places of keys that are named before, in order."""
+    ordered = np.sort(keys)
+    if not (ordered[1:] == ordered[:-1]).any():
+        return np.zeros(0, dtype=np.int64)
+    order = np.argsort(keys, kind="stable")
+    ordered = keys[order]
+    return np.sort(order[1:][ordered[1:] == ordered[:-1]])
+
+
+def rows_of(bits: int) -> list[int]:
+    """The rows whose bits are set, in order."""
+    rows = []
     while bits:
         low = bits & -bits
-        out[low.bit_length() - 1] = depth
+        rows.append(low.bit_length() - 1)
         bits ^= low
+    return rows
+
+
+def mark(out: NDArray[np.float64], bits: int, value: float) -> None:
+    """Put a value down for the rows whose bits are set."""
+    if bits.bit_count() <= FEW:
+        for row in rows_of(bits):
+            out[row] = value
+        return
+    packed = np.frombuffer(bits.to_bytes(-(-len(out) // 8), "little"), dtype=np.uint8)
+    out[np.unpackbits(packed, count=len(out), bitorder="little").astype(bool)] = value

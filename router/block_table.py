@@ -11,6 +11,7 @@ Life cycle of a key: assigned a value other than 0, assigned others, cleared.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,9 @@ DENSE = 0.55
 GROWTH = 1.4
 MIX = np.uint64(0x9E3779B97F4A7C15)
 """Spreads keys over the buckets however they are chosen; a product keeps its low 64 bits."""
+LOW = (1 << 64) - 1
+HALF = np.uint64(32)
+"""Bits that are left of a mixed key."""
 PACE = 16
 """Slots moved for each key assigned while there are two tables."""
 
@@ -48,6 +52,7 @@ class _Slots:
         self.flat_keys = self.keys.reshape(-1)
         self.flat_values = self.values.reshape(-1)
         self._view = self.flat_keys.data
+        self._count = np.uint64(buckets)
         self.used = 0
 
     @property
@@ -55,17 +60,37 @@ class _Slots:
         return self.buckets * BUCKET
 
     def home(self, keys: Array) -> NDArray[np.int64]:
-        mixed = keys * MIX >> np.uint64(32)
-        return (mixed * np.uint64(self.buckets) >> np.uint64(32)).astype(np.int64)
+        mixed = keys * MIX
+        mixed >>= HALF
+        mixed *= self._count
+        mixed >>= HALF
+        return mixed.view(np.int64)
 
-    def locate(self, keys: Array) -> tuple[NDArray[np.int64], bool]:
-        """The slot of each key, -1 where there is none, and whether there is any such."""
+    def probe(self, key: int) -> int:
+        """The value of one key, 0 where it has none."""
+        bucket = ((key * int(MIX) & LOW) >> 32) * self.buckets >> 32
+        start = bucket * BUCKET
+        keys = self._view[start : start + BUCKET].tolist()
+        slot = start + keys.index(key) if key in keys else self._further(key, bucket)
+        return 0 if slot < 0 else int(self.flat_values[slot])
+
+    def values_of(self, keys: Array) -> Values:
+        """What each key has in the bucket it belongs to: its value, or 0 though a later bucket may have it."""
         bucket = self.home(keys)
-        hits = np.flatnonzero(self.keys[bucket] == keys[:, None])
+        hits = self.keys.take(bucket, axis=0) == keys[:, None]
+        values = self.values.take(bucket, axis=0)
+        found: Values = values[hits]
+        return found if found.size == keys.size else (values * hits).max(axis=1)
+
+    def locate(self, keys: Array) -> NDArray[np.int64]:
+        """The slot of each key, -1 where there is none."""
+        bucket = self.home(keys)
+        hits = (self.keys.take(bucket, axis=0) == keys[:, None]).reshape(-1).nonzero()[0]
         slots: NDArray[np.int64] = bucket * BUCKET
         if hits.size == keys.size:
-            slots += hits % BUCKET
-            return slots, False
+            hits &= BUCKET - 1
+            slots += hits
+            return slots
         found = hits // BUCKET
         lacking = np.ones(keys.size, dtype=bool)
         lacking[found] = False
@@ -75,7 +100,7 @@ class _Slots:
         if pending.size <= FEW:
             for index in pending.tolist():
                 slots[index] = self._further(int(keys[index]), int(bucket[index]))
-            return slots, True
+            return slots
         bucket = bucket[pending]
         while pending.size:
             bucket = (bucket + 1) % self.buckets
@@ -85,7 +110,7 @@ class _Slots:
             further = self.passed[bucket]
             further[found] = False
             pending, bucket = pending[further], bucket[further]
-        return slots, True
+        return slots
 
     def _further(self, key: int, bucket: int) -> int:
         """The slot of a key that is not in the bucket it belongs to, -1 where there is none."""
@@ -98,23 +123,38 @@ class _Slots:
 
     def insert(self, keys: Array, values: Values) -> None:
         """Put in keys that are not there, each once."""
-        pending, bucket = np.arange(len(keys)), self.home(keys)
-        while pending.size:
-            free = self.values[bucket] == 0
-            room = free.any(axis=1)
-            slots = (bucket * BUCKET + free.argmax(axis=1))[room]
-            wanting = pending[room]
-            unused = self.flat_keys[slots] == 0
+        bucket = self.home(keys)
+        while keys.size:
+            slots = (self.values.take(bucket, axis=0) == 0).argmax(axis=1)
+            slots += bucket * BUCKET
+            room = self.flat_values.take(slots) == 0
+            full = np.flatnonzero(~room)
+            slots, wanting = slots[room], keys[room]
+            unused = self.flat_keys.take(slots) == 0
             # Several may want one slot: who is written last has it, and the others look again.
-            self.flat_keys[slots] = keys[wanting]
-            won = self.flat_keys[slots] == keys[wanting]
-            self.flat_values[slots[won]] = values[wanting[won]]
-            self.used += int((unused & won).sum())
-            left = np.ones(len(pending), dtype=bool)
-            left[np.flatnonzero(room)[won]] = False
-            self.passed[bucket[~room]] = True
-            bucket = np.where(room, bucket, (bucket + 1) % self.buckets)[left]
-            pending = pending[left]
+            self.flat_keys[slots] = wanting
+            won = self.flat_keys.take(slots) == wanting
+            self.flat_values[slots[won]] = values[room][won]
+            self.used += int(np.count_nonzero(unused & won))
+            self.passed[bucket[full]] = True
+            bucket[full] = (bucket[full] + 1) % self.buckets
+            room[room] = won
+            left = ~room
+            keys, values, bucket = keys[left], values[left], bucket[left]
+
+
+class Located(NamedTuple):
+    """Where some keys are.
+
+    Attributes:
+        slots: of each in the table, -1 where it has none.
+        old: the same of the old table, where there is one.
+        values: of each, 0 where it has none.
+    """
+
+    slots: NDArray[np.int64]
+    old: NDArray[np.int64] | None
+    values: Values
 
 
 class BlockTable:
@@ -140,30 +180,52 @@ class BlockTable:
         tables = [self._slots, *([self._old] if self._old is not None else [])]
         return sum(table.keys.nbytes + table.values.nbytes + table.passed.nbytes for table in tables)
 
-    def find(self, keys: Array) -> Values:
-        """The value of each key, 0 where it has none; keys are over 0."""
-        found = _look(self._slots, keys)
-        if self._old is not None:
-            absent = np.flatnonzero(found == 0)
-            found[absent] = _look(self._old, keys[absent])
+    def locate(self, keys: Array) -> Located:
+        """Where keys over 0 are, each named once."""
+        slots = self._slots.locate(keys)
+        values = self._slots.flat_values.take(slots)
+        absent = np.flatnonzero(slots < 0)
+        if not absent.size:
+            return Located(slots, None, values)
+        values[absent] = 0
+        if self._old is None:
+            return Located(slots, None, values)
+        old = np.full_like(slots, -1)
+        old[absent] = found = self._old.locate(keys[absent])
+        there = found >= 0
+        values[absent[there]] = self._old.flat_values[found[there]]
+        return Located(slots, old, values)
+
+    def lead(self, keys: Array) -> list[int]:
+        """The values of the first keys, up to the first that has none: what a prompt that nobody has costs one look."""
+        if not keys.size or not self._probe(int(keys[0])):
+            return []
+        found: list[int] = self._slots.values_of(keys).tolist()
+        place = -1
+        for _ in range(found.count(0)):
+            place = found.index(0, place + 1)
+            found[place] = self._probe(int(keys[place]))
+            if not found[place]:
+                return found[:place]
         return found
 
-    def assign(self, keys: Array, values: Values) -> None:
-        """Give each key, named once, a new value; 0 clears it. :meth:`make_room` was called for as many before."""
-        slots, _ = self._slots.locate(keys)
+    def _probe(self, key: int) -> int:
+        found = self._slots.probe(key)
+        return found if found or self._old is None else self._old.probe(key)
+
+    def assign(self, keys: Array, where: Located, values: Values) -> None:
+        """Give located keys new values; 0 clears one. :meth:`make_room` was called for as many before."""
+        changed = values != where.values
+        keys, slots, values = keys[changed], where.slots[changed], values[changed]
+        self._live += int(np.count_nonzero(values)) - int(np.count_nonzero(where.values[changed]))
         here = slots >= 0
-        before = self._slots.flat_values[slots[here]]
         self._slots.flat_values[slots[here]] = values[here]
-        self._live += int(np.count_nonzero(values[here])) - int(np.count_nonzero(before))
-        keys, values = keys[~here], values[~here]
-        if self._old is not None and keys.size:
-            slots, _ = self._old.locate(keys)
-            slots = slots[slots >= 0]
-            self._live -= int(np.count_nonzero(self._old.flat_values[slots]))
-            self._old.flat_values[slots] = 0
+        if where.old is not None and self._old is not None:
+            old = where.old[changed]
+            self._old.flat_values[old[old >= 0]] = 0
         wanted = values != 0
+        wanted &= ~here
         self._slots.insert(keys[wanted], values[wanted])
-        self._live += int(wanted.sum())
 
     def make_room(self, coming: int, worth: int) -> None:
         """Before ``coming`` keys are assigned: go on moving, and begin with a new table where this one gets full.
@@ -200,11 +262,3 @@ class BlockTable:
         self._moved = stop
         if stop == old.size:
             self._old = None
-
-
-def _look(table: _Slots, keys: Array) -> Values:
-    slots, some_lack = table.locate(keys)
-    found = table.flat_values[slots]
-    if some_lack:
-        found[slots < 0] = 0
-    return found

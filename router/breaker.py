@@ -29,6 +29,7 @@ LONGEST_PAUSE = 60.0
 
 BUSY = (Preempted, Overloaded, PoolExhausted, WorkerDraining)
 """What tells of a worker only that it has enough to do."""
+NOBODY: frozenset[Peer] = frozenset()
 
 
 def is_fault(error: KVFerryError) -> bool:
@@ -178,6 +179,8 @@ class Breakers:
     def __init__(self, limits: BreakerLimits) -> None:
         self._limits = limits
         self._by_name: dict[str, Breaker] = {}
+        self._tripped: set[str] = set()
+        """Names of those that may not be closed: of a thousand, few."""
 
     def view(self, peer: Peer) -> BreakerView:
         """What is shown of a worker's breaker."""
@@ -188,7 +191,10 @@ class Breakers:
 
     def barred(self, now: float) -> frozenset[Peer]:
         """Workers that get no new work while there are others."""
-        return frozenset(breaker.peer for breaker in self._by_name.values() if breaker.barred(now))
+        if not self._tripped:
+            return NOBODY
+        tripped = (self._by_name.get(name) for name in self._tripped)
+        return frozenset(breaker.peer for breaker in tripped if breaker is not None and breaker.barred(now))
 
     def chosen(self, peer: Peer, now: float) -> None:
         """New work goes to ``peer``."""
@@ -196,16 +202,22 @@ class Breakers:
 
     def answered(self, peer: Peer, now: float) -> bool:
         """``peer`` did its part of a request; returns whether its breaker closed by that."""
-        return self._of(peer).answered(now)
+        closed = self._of(peer).answered(now)
+        if closed:
+            self._tripped.discard(peer.name)
+        return closed
 
     def failed(self, peers: Collection[Peer], reason: str, now: float) -> list[Peer]:
         """One of ``peers`` failed a request, and shares the blame with the others; returns whose breaker opened."""
-        return [peer for peer in peers if self._of(peer).failed(reason, 1 / len(peers), now)]
+        opened = [peer for peer in peers if self._of(peer).failed(reason, 1 / len(peers), now)]
+        self._tripped.update(peer.name for peer in opened)
+        return opened
 
     def keep(self, names: Iterable[str]) -> None:
         """Forget all other workers."""
         kept = set(names)
         self._by_name = {name: breaker for name, breaker in self._by_name.items() if name in kept}
+        self._tripped &= kept
 
     def _of(self, peer: Peer) -> Breaker:
         known = self._by_name.get(peer.name)

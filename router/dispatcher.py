@@ -91,7 +91,7 @@ class Dispatcher:
         self._metrics = metrics
         self._send = send
         self._live: dict[str, LiveRequest] = {}
-        self._turn = 0
+        self._turn = placer.first_turn
         self._work: deque[tuple[LiveRequest, Instruction]] = deque()
         self._working = False
         # Of all requests; a token moves its own on and leaves this, so that thousands of streams cost no more than one.

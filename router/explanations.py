@@ -13,13 +13,10 @@ from operator import itemgetter
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from protocol.ids import Peer
-from router.fleet import Floats
+from router.columns import Floats, Rows
 
-SMALL = 64
-"""Rows of a fleet up to which a decision keeps whole columns."""
 PREFILL_FIELDS = ("queue_tokens", "uncached_tokens", "ttft_s", "wait_s", "speed", "cost")
 DECODE_FIELDS = ("running", "missing_tokens", "transfer_s", "tpot_s", "wait_s", "speed", "cost")
 
@@ -30,29 +27,29 @@ class Candidates:
     Args:
         names: of all workers, by row.
         rows: of those that were looked at.
-        fields: names of the columns; the last is the cost.
-        columns: of numbers by row, which nobody changes afterwards.
+        fields: names of the numbers; the last is the cost.
+        numbers: of each of them, in the same order.
     """
 
-    __slots__ = ("_columns", "_fields", "_names", "_places", "_rows")
+    __slots__ = ("_fields", "_names", "_numbers", "_rows")
 
     def __init__(
-        self, names: Sequence[str], rows: NDArray[np.int64], fields: Sequence[str], columns: Sequence[Floats]
+        self,
+        names: Sequence[str],
+        rows: Sequence[int] | Rows,
+        fields: Sequence[str],
+        numbers: Sequence[Sequence[float]] | Floats,
     ) -> None:
         self._names = names
         self._rows = rows
         self._fields = fields
-        # Of a large fleet only what is told of is kept; of a small one that would take longer than it is worth.
-        small = len(columns[0]) <= SMALL
-        self._places = rows if small else np.arange(len(rows))
-        self._columns = columns if small else [column[rows] for column in columns]
+        self._numbers = numbers
 
     def told(self) -> list[dict[str, Any]]:
         """A mapping for each worker, the cheapest first."""
-        table = np.round([column[self._places] for column in self._columns], 6)
         workers = [
-            {"worker": self._names[row], **dict(zip(self._fields, numbers.tolist(), strict=True))}
-            for row, numbers in zip(self._rows.tolist(), table.T, strict=True)
+            {"worker": self._names[row], **dict(zip(self._fields, numbers, strict=True))}
+            for row, numbers in zip(self._rows, np.round(np.asarray(self._numbers, float), 6).tolist(), strict=True)
         ]
         return sorted(workers, key=itemgetter(self._fields[-1]))
 
@@ -87,7 +84,7 @@ class Decision:
     predicted_ttft: float
     predicted_tpot: float | None
     predicted_transfer: float | None
-    prefill_candidates: Candidates
+    prefill_candidates: Candidates | None
     decode_candidates: Candidates | None
     taken_over: float | None = None
     measured_ttft: float | None = None
@@ -99,7 +96,7 @@ class Decision:
 
     def told(self) -> dict[str, Any]:
         """Ready for JSON; holds no address."""
-        decode = self.decode_candidates
+        prefill, decode = self.prefill_candidates, self.decode_candidates
         return {
             "request": self.request_id,
             "attempt": self.attempt,
@@ -116,7 +113,7 @@ class Decision:
             },
             "admission": self.admission,
             "measured": {"ttft_s": _rounded(self.measured_ttft), "tpot_s": _rounded(self.measured_tpot)},
-            "prefill_candidates": self.prefill_candidates.told(),
+            "prefill_candidates": [] if prefill is None else prefill.told(),
             "decode_candidates": [] if decode is None else decode.told(),
         }
 

@@ -1,4 +1,7 @@
-"""All workers as columns of numbers, a row for each name: what placement reckons with, kept between requests.
+"""All workers by row, one for each name: what placement reckons with, kept between requests.
+
+Each has a lane of plain numbers, which is written with each event; who looks at many workers asks for all lanes as
+columns, and what was written since is taken over then.
 
 Life cycle of a row: allotted to a name when it is first seen, refreshed when its worker has beaten, written anew with
 each piece of work that is sent there or over, freed when the name is forgotten.
@@ -11,10 +14,11 @@ from collections.abc import Sequence
 from typing import Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from protocol.ids import Peer, Role
-from router.account import Account, beyond_noise
+from router.account import Account
+from router.columns import FIRST_ROWS, Bools, Columns, Rows
+from router.lane import Lane
 from router.links import Links
 from router.pairing import kind, unpaired
 from router.recent_work import RecentWork
@@ -22,92 +26,33 @@ from router.registry import Worker
 from router.role_correction import RoleCorrection
 from router.role_pace import ASSUMED, RolePace
 
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
-Rows = NDArray[np.int64]
 Work = Literal["prefill", "decode", "local"]
 """What is predicted of a worker: its role's, or prompts on decode workers."""
 
-FIRST_ROWS = 32
+SMALL = 64
+"""Rows up to which workers are looked at one by one."""
 STEP_TOKENS = 512
 """Tokens that a step is taken to have room for where a worker does not tell."""
-SHORTEST = 1e-9
-"""Seconds that a token takes at least."""
-_COLUMNS = (
-    "ahead",
-    "sequences",
-    "backlog",
-    "since",
-    "head",
-    "fixed",
-    "per_token",
-    "pace",
-    "step",
-    "step_tokens",
-    "beside",
-    "room",
-    "block_size",
-    "joined",
-    "waiting",
-    "slots",
-    "empty",
-    "claimed",
-    "paced",
-    "correction",
-)
 
 
 class Fleet:
-    """The columns; all of one length, and what belongs to rows that are free is never looked at.
+    """The lanes, and what all of them have in common. What belongs to rows that are free is never looked at.
+
+    Args:
+        model: that workers must serve.
+        slow_start: seconds until a worker that has just joined is trusted like the others.
 
     Attributes:
         workers, names: by row; None and "" where it is free.
+        lanes: by row.
         prefill, decode: which rows take new work of that kind.
         prefills: which of them are decode workers that compute prompts beside it.
-        ahead, sequences: prompt tokens, and sequences, that are there or on their way.
-        backlog: seconds that the tokens ahead take in all.
-        since, head: when what is at the head of the queue began, and seconds of what was ahead then.
-        fixed, per_token: seconds of a step whatever is in it, and of each token in it.
-        pace: seconds of a token where there are many: the fixed part comes once for each step.
-        step: seconds of a step with one sequence more than there are.
-        step_tokens: that one has room for.
-        beside: seconds of a prompt's token in a step that decodes: as prefill workers tell of theirs.
-        room: tokens of the blocks that could be given out.
-        block_size: of the layout.
-        joined: when this incarnation was first seen; long ago for those that came with the first.
         common: by role, and of prompts that decode workers compute, what measured times come to, by the predicted ones.
-        waiting: prompt tokens that the last heartbeat had.
-        slots: sequences that it steps side by side; infinite where that is not told.
-        empty: tokens that its sequences have room for already.
-        paced: 1 where the worker has measured its steps, else 0.
-        claimed: tokens of prompts and answers that this router has sent there since the last heartbeat.
-        correction: what measured times came to, by those that its role's ``common`` one predicts.
         seeds: of draws, by the workers' names.
         newest: the last time at which one joined.
         recent: prompts that prefill workers were sent lately.
         links: between workers.
     """
-
-    ahead: Floats
-    sequences: Floats
-    backlog: Floats
-    since: Floats
-    head: Floats
-    fixed: Floats
-    per_token: Floats
-    pace: Floats
-    step: Floats
-    step_tokens: Floats
-    beside: Floats
-    room: Floats
-    block_size: Floats
-    joined: Floats
-    waiting: Floats
-    slots: Floats
-    empty: Floats
-    claimed: Floats
-    paced: Floats
-    correction: Floats
 
     def __init__(self, model: str, slow_start: float = 0.0) -> None:
         self._model = model
@@ -117,18 +62,18 @@ class Fleet:
         self.recent = RecentWork(FIRST_ROWS)
         self.links = Links(FIRST_ROWS)
         self.workers: list[Worker | None] = []
-        self._accounts: list[Account] = []
+        self.lanes: list[Lane] = []
+        self._columns = Columns()
+        self._written: set[int] = set()
         self._rows: dict[str, int] = {}
         self.prefill: Bools = np.zeros(FIRST_ROWS, dtype=bool)
         self.decode: Bools = np.zeros(FIRST_ROWS, dtype=bool)
         self.prefills: Bools = np.zeros(FIRST_ROWS, dtype=bool)
         self.seeds = np.zeros(FIRST_ROWS, dtype=np.uint64)
-        # Rows that are free are reckoned with like all others, to no effect: 1 divides by nothing wrong.
-        for name in _COLUMNS:
-            setattr(self, name, np.ones(FIRST_ROWS))
         self.common: dict[Work, RoleCorrection] = {work: RoleCorrection() for work in get_args(Work)}
         self._paces: dict[Role, RolePace] = {role: RolePace(line) for role, line in ASSUMED.items()}
         self._able: dict[str, Rows] = {}
+        self._takers: dict[str, list[int]] = {}
         self._sizes: dict[int, int] | None = None
         self._names: tuple[str, ...] | None = None
         self._fits: dict[tuple[int, int], bool] = {}
@@ -136,6 +81,14 @@ class Fleet:
 
     def __len__(self) -> int:
         return len(self.prefill)
+
+    @property
+    def columns(self) -> Columns:
+        """All lanes as they are now; good until the next event."""
+        if self._written:
+            self._columns.write(self.lanes, self._written)
+            self._written.clear()
+        return self._columns
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -154,10 +107,6 @@ class Fleet:
         worker = None if row is None else self.workers[row]
         return row if worker is not None and worker.peer == peer else None
 
-    def account(self, row: int) -> Account:
-        """What is reckoned with of the worker of a row."""
-        return self._accounts[row]
-
     def able(self, role: Role) -> Rows:
         """Rows of that role that take work, in order."""
         rows = self._able.get(role)
@@ -165,12 +114,24 @@ class Fleet:
             rows = self._able[role] = np.flatnonzero(self.prefill if role == "prefill" else self.decode)
         return rows
 
+    def takers(self, role: Role) -> list[int]:
+        """The same as a list."""
+        rows = self._takers.get(role)
+        if rows is None:
+            rows = self._takers[role] = self.able(role).tolist()
+        return rows
+
+    @property
+    def small(self) -> bool:
+        """Whether there are so few that each is soon looked at."""
+        return len(self.workers) <= SMALL
+
     def block_sizes(self) -> dict[int, int]:
         """Bits of the rows that take work, by their block size."""
         if self._sizes is None:
             self._sizes = {}
             for row in np.flatnonzero(self.prefill | self.decode).tolist():
-                size = int(self.block_size[row])
+                size = int(self.lanes[row].block_size)
                 self._sizes[size] = self._sizes.get(size, 0) | 1 << row
         return self._sizes
 
@@ -222,33 +183,43 @@ class Fleet:
 
     def send_prompt(self, row: int, tokens: float, prompt: int, now: float) -> None:
         """This router has just sent a prompt there, of which so many tokens are to be computed."""
-        self._accounts[row].send(tokens, prompt, now)
+        lane = self.lanes[row]
+        lane.account.send(tokens, prompt, now)
         if self.prefill[row]:
-            self.recent.add(row, tokens * float(self.pace[row]), now)
-        self._write_prompts(row)
+            self.recent.add(row, tokens * lane.pace, now)
+        lane.write_prompts()
+        self._written.add(row)
 
     def claim(self, row: int, tokens: float) -> None:
         """What this router has just sent there will take room for so many tokens."""
-        self.claimed[row] += tokens
+        self.lanes[row].claimed += tokens
+        self._written.add(row)
 
     def send_sequences(self, row: int, sequences: int) -> None:
         """This router has just sent sequences there."""
-        self._accounts[row].own_sequences += sequences
-        self._write_sequences(row)
+        lane = self.lanes[row]
+        lane.account.own_sequences += sequences
+        lane.write_sequences()
+        self._written.add(row)
 
     def prompt_over(self, peer: Peer, tokens: float, prompt: int, now: float, *, computed: bool) -> None:
         """A prompt that this router had sent there is computed, or nobody wants it any more."""
         row = self.find(peer)
         if row is not None:
-            self._accounts[row].over(tokens, prompt, now, computed=computed)
-            self._write_prompts(row)
+            lane = self.lanes[row]
+            lane.account.over(tokens, prompt, now, computed=computed)
+            lane.write_prompts()
+            self._written.add(row)
 
     def sequence_over(self, peer: Peer) -> None:
         """A sequence that this router had sent there has ended."""
         row = self.find(peer)
-        if row is not None and self._accounts[row].own_sequences:
-            self._accounts[row].own_sequences -= 1
-            self._write_sequences(row)
+        if row is not None:
+            lane = self.lanes[row]
+            if lane.account.own_sequences:
+                lane.account.own_sequences -= 1
+                lane.write_sequences()
+                self._written.add(row)
 
     def correct(self, peer: Peer, work: Work, ratio: float, now: float) -> None:
         """What was predicted of a worker took ``ratio`` times as long.
@@ -261,60 +232,61 @@ class Fleet:
             return
         self.common[work].correct(ratio, now)
         if work != "local":  # a decode worker's own is that of its other steps
-            self._accounts[row].correct(ratio)
+            self.lanes[row].account.correct(ratio)
             self._write(row)
 
     def _allot(self, name: str) -> int:
         row = next((row for row, worker in enumerate(self.workers) if worker is None), len(self.workers))
         if row == len(self.workers):
             self.workers.append(None)
-            self._accounts.append(Account())
+            self.lanes.append(Lane())
         if row >= len(self):
-            for column in (*_COLUMNS, "seeds"):
-                before = getattr(self, column)
-                setattr(self, column, np.concatenate((before, np.ones_like(before))))
             nobody = np.zeros(len(self), dtype=bool)
             self.prefill = np.concatenate((self.prefill, nobody))
             self.decode = np.concatenate((self.decode, nobody))
             self.prefills = np.concatenate((self.prefills, nobody))
+            self.seeds = np.concatenate((self.seeds, np.zeros_like(self.seeds)))
             self.recent.grow(len(self))
             self.links.grow(len(self))
+            self._columns = Columns(len(self))
+            self._written.update(range(len(self.lanes)))
         self._rows[name] = row
         self.seeds[row] = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
         return row
 
     def _refresh(self, row: int, worker: Worker, now: float) -> None:
-        before, load, profile = self.workers[row], worker.load, worker.profile
+        before, load, profile, lane = self.workers[row], worker.load, worker.profile, self.lanes[row]
         if before is None or before.peer != worker.peer:
             # When all come at once none is newer than the others.
             first = self._begun is None or now - self._begun <= self._slow_start
-            self.joined[row] = -np.inf if first else now
-            self.newest = max(self.newest, self.joined[row])
-            self._accounts[row] = Account(faded=now)
+            lane.joined = -np.inf if first else now
+            self.newest = max(self.newest, lane.joined)
+            lane.account = Account(faded=now)
             self.recent.forget(row)
             self.links.forget(row, now)
         self.workers[row] = worker
-        account, heard = self._accounts[row], before is None or before.load is not load
+        account, heard = lane.account, before is None or before.load is not load
         able = worker.accepts_work and profile.model == self._model
         moved = able != bool(self.prefill[row] or self.decode[row])
         # Most heartbeats bring a profile that is the same, but another object.
-        if moved or before is None or (before.profile is not profile and before.profile != profile):
-            self._changed()
-            self.links.know(row, profile)
+        renewed = before is None or (before.profile is not profile and before.profile != profile)
         if moved and before is not None:
             account.come_back(load.steps)
-        self.prefill[row] = able and profile.role == "prefill"
-        self.decode[row] = able and profile.role == "decode"
-        self.prefills[row] = profile.prefills
+        if moved or renewed:
+            self._changed()
+            self.links.know(row, profile)
+            self.prefill[row] = able and profile.role == "prefill"
+            self.decode[row] = able and profile.role == "decode"
+            self.prefills[row] = profile.prefills
         size = profile.layout.block_size
-        self.room[row] = (load.pool.free + load.pool.cached) * size
-        self.block_size[row] = size
-        self.slots[row] = profile.max_sequences or np.inf
-        self.empty[row] = load.empty_slots
-        self.paced[row] = bool(load.step_fixed or load.step_per_token)
+        lane.room = (load.pool.free + load.pool.cached) * size
+        lane.block_size = size
+        lane.slots = profile.max_sequences or np.inf
+        lane.empty = load.empty_slots
+        lane.paced = bool(load.step_fixed or load.step_per_token)
         if heard:
             last = None if before is None or before.peer != worker.peer else before
-            self.waiting[row], self.claimed[row] = load.waiting_tokens, 0.0
+            lane.waiting, lane.claimed = load.waiting_tokens, 0.0
             account.hear(load.waiting_tokens, load.running + load.waiting, now)
             self.links.hear(row, None if last is None else last.load, load, now)
             self._measure(account, worker, last, now)
@@ -323,6 +295,7 @@ class Fleet:
     def _changed(self) -> None:
         self._sizes = self._names = None
         self._able.clear()
+        self._takers.clear()
         self._kinds.clear()
 
     def _measure(self, account: Account, worker: Worker, before: Worker | None, now: float) -> None:
@@ -342,30 +315,8 @@ class Fleet:
         account.measured(pace.slowness(own, tokens), load.steps)
 
     def _write(self, row: int) -> None:
-        """Put down what follows from the account, for all requests to come."""
-        account, worker = self._accounts[row], self.workers[row]
+        worker = self.workers[row]
         assert worker is not None, "it was seen"
-        factor = beyond_noise(account.slowness)
-        self.correction[row] = beyond_noise(account.correction)
-        fixed, per_token = (factor * part for part in self._paces[worker.profile.role].line)
-        self.fixed[row] = fixed
-        self.per_token[row] = per_token
-        self.step_tokens[row] = most = worker.profile.step_tokens or STEP_TOKENS
-        self.pace[row] = max(SHORTEST, per_token + fixed / most)
-        self.beside[row] = factor * self._paces["prefill"].line[1]
-        self._write_prompts(row)
-        self._write_sequences(row)
-
-    def _write_prompts(self, row: int) -> None:
-        account, fixed, pace = self._accounts[row], float(self.fixed[row]), float(self.pace[row])
-        ahead, head = account.ahead, account.head
-        self.ahead[row] = ahead
-        # A step that is under way has its fixed part too.
-        self.backlog[row] = fixed + ahead * pace if ahead else 0.0
-        self.since[row] = account.since
-        self.head[row] = fixed + head * pace if head else 0.0
-
-    def _write_sequences(self, row: int) -> None:
-        account = self._accounts[row]
-        self.sequences[row] = account.sequences
-        self.step[row] = self.fixed[row] + self.per_token[row] * (account.sequences + 1)
+        profile, paces = worker.profile, self._paces
+        self.lanes[row].write(paces[profile.role].line, paces["prefill"].line[1], profile.step_tokens or STEP_TOKENS)
+        self._written.add(row)

@@ -1,7 +1,8 @@
 """What one request would take on each worker: pure arithmetic over the fleet's columns.
 
-A decision is some tens of operations over arrays, and for a few workers each costs the same: what depends on workers
-alone is in the fleet's columns already.
+A decision is some tens of operations over arrays, of which each costs about the same for ten workers and for a
+thousand: what depends on workers alone is in the columns already, and what adds nothing is left out. Where there are
+few, :mod:`router.glance` comes to the same without arrays.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from router.fleet import Fleet, Floats, Rows
+from router.columns import Floats, Rows
+from router.fleet import Fleet
+from router.links import Links
 
 SLOWEST = 0.1
 """Share of its speed that a worker which has just joined is trusted with; the rest comes with time."""
@@ -24,6 +27,8 @@ HORIZON = 64
 class Forecast:
     """By row of the fleet, in seconds unless it says otherwise; of rows of the other role it means nothing.
 
+    Good until the fleet's next event: some are its columns themselves.
+
     Attributes:
         queue: prompt tokens ahead.
         uncached: tokens of the prompt that would be computed there.
@@ -36,6 +41,7 @@ class Forecast:
         wait: for room.
         speed: share of its speed that a worker is trusted with; for who chooses, it is no part of the times.
         settled: whether that is all of it for each.
+        waits: whether anyone is to be waited for.
         now: when this is predicted.
     """
 
@@ -50,36 +56,44 @@ class Forecast:
     wait: Floats
     speed: Floats
     settled: bool
+    waits: bool
     now: float
 
 
 def forecast(fleet: Fleet, length: int, cached: Floats, now: float, slow_start: float) -> Forecast:
     """For a prompt of ``length`` tokens, of which each worker has ``cached``."""
+    columns = fleet.columns
     missing = length - cached
     uncached = missing
     # The last token's logits are always computed.
     if not missing.all():
-        uncached = np.where(missing > 0.0, missing, np.minimum(fleet.block_size, length))
-    compute = uncached * fleet.pace
-    left = fleet.backlog - np.minimum(now - fleet.since, fleet.head)
-    speed = np.ones(len(fleet))
+        uncached = np.where(missing > 0.0, missing, np.minimum(columns.block_size, length))
+    compute = uncached * columns.pace
+    ttft = columns.backlog - np.minimum(now - columns.since, columns.head)
+    ttft += compute
+    # A step that is not full takes its fixed part all the same.
+    ttft += columns.fixed
+    ttft *= columns.correction
+    ttft *= fleet.common["prefill"].at(now)
+    short = columns.room < missing
+    waits = bool(short.any())
+    wait, speed = np.where(short, ROOM_WAIT, 0.0) if waits else columns.zeros, columns.ones
     settled = now - fleet.newest >= slow_start
     if not settled:
-        speed = np.minimum(np.maximum((now - fleet.joined) / slow_start, SLOWEST), 1.0)
+        speed = np.minimum(np.maximum((now - columns.joined) / slow_start, SLOWEST), 1.0)
     return Forecast(
-        # Copies: these go on changing, and what a decision was made by does not.
-        queue=fleet.ahead.copy(),
+        queue=columns.ahead,
         uncached=uncached,
-        # A step that is not full takes its fixed part all the same.
-        ttft=(left + compute + fleet.fixed) * fleet.correction * fleet.common["prefill"].at(now),
+        ttft=ttft,
         compute=compute,
         missing=missing,
         transfer=missing * fleet.links.token_bytes * fleet.links.pace + np.maximum(fleet.links.until - now, 0.0),
-        running=fleet.sequences.copy(),
-        tpot=fleet.step * fleet.correction * fleet.common["decode"].at(now),
-        wait=np.where(fleet.room < missing, ROOM_WAIT, 0.0),
+        running=columns.sequences,
+        tpot=columns.step * columns.correction * fleet.common["decode"].at(now),
+        wait=wait,
         speed=speed,
         settled=settled,
+        waits=waits,
         now=now,
     )
 
@@ -93,14 +107,22 @@ def lateness(fleet: Fleet, told: Forecast, rows: Rows, partners: Rows) -> Floats
         rows: of prefill workers.
         partners: of decode workers; a row each of what is returned. None where nothing is late for certain.
     """
-    links = fleet.links
-    ahead = np.maximum(np.maximum(links.until[partners][:, None], links.until[rows]) - told.now, 0.0)
-    computes = told.compute[rows]
-    if links.most(partners, told.missing, told.now) + float(ahead.max()) <= float(computes.min()):
+    links, now = fleet.links, told.now
+    nbytes, computes = told.missing[partners] * links.token_bytes[partners], told.compute[rows]
+    ahead = max(0.0, float(links.until[partners].max()) - now, float(links.until[rows].max()) - now)
+    if float(nbytes.max()) * links.most(now) + ahead <= float(computes.min()):
         return None
-    alone = (told.missing * links.token_bytes)[partners][:, None] * links.paces(partners, rows, told.now)
+    return late_pairs(links, nbytes, computes, told.ttft[rows], rows, partners, now)
+
+
+def late_pairs(
+    links: Links, nbytes: Floats, computes: Floats, ttft: Floats, rows: Rows, partners: Rows, now: float
+) -> Floats:
+    """The same by the bytes that each of ``partners`` lacks, and the times of each of ``rows``."""
+    ahead = np.maximum(np.maximum(links.until[partners][:, None], links.until[rows]) - now, 0.0)
+    alone = nbytes[:, None] * links.paces(partners, rows, now)
     # Blocks go while they are computed, and the links get on while the prompt waits.
-    late: Floats = np.maximum(np.maximum(alone - computes, ahead + alone - told.ttft[rows]), 0.0)
+    late: Floats = np.maximum(np.maximum(alone - computes, ahead + alone - ttft), 0.0)
     return late
 
 
@@ -121,11 +143,15 @@ class Crossing:
 
 def crossing(fleet: Fleet, told: Forecast, row: int, partner: int) -> Crossing:
     """From the prefill worker ``row`` to the decode worker ``partner``."""
-    links = fleet.links
-    alone = float(told.missing[partner] * links.token_bytes[partner]) * links.pair(row, partner, told.now)
-    ahead = links.ahead(row, partner, told.now)
-    late = max(alone - float(told.compute[row]), ahead + alone - float(told.ttft[row]), 0.0)
-    return Crossing(alone, ahead, late)
+    missing, computes, ttft = float(told.missing[partner]), float(told.compute[row]), float(told.ttft[row])
+    return cross(fleet.links, missing, computes, ttft, row, partner, told.now)
+
+
+def cross(links: Links, missing: float, computes: float, ttft: float, row: int, partner: int, now: float) -> Crossing:
+    """The same where ``partner`` lacks so many tokens, by the times of ``row``."""
+    alone = missing * float(links.token_bytes[partner]) * links.pair(row, partner, now)
+    ahead = links.ahead(row, partner, now)
+    return Crossing(alone, ahead, max(alone - computes, ahead + alone - ttft, 0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +169,10 @@ class LocalForecast:
 
 def forecast_local(fleet: Fleet, told: Forecast) -> LocalForecast:
     """For the prompt that ``told`` is of."""
+    columns = fleet.columns
     tokens = told.queue + told.uncached
-    steps = np.ceil(tokens / fleet.step_tokens)
+    steps = np.ceil(tokens / columns.step_tokens)
     return LocalForecast(
-        ttft=(tokens * fleet.beside + steps * fleet.step) * fleet.common["local"].at(told.now),
-        beside=told.running * told.uncached * fleet.beside,
+        ttft=(tokens * columns.beside + steps * columns.step) * fleet.common["local"].at(told.now),
+        beside=told.running * told.uncached * columns.beside,
     )

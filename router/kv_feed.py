@@ -7,10 +7,14 @@ r"""Keeps the block index in step with each worker's prefix cache: takes in its 
        \-------------------------------------------------------------------/
 
 Decides only: each event gives the message, if any, that the worker is to be sent.
+
+What comes goes into the index at once where little comes, and otherwise every ``PAUSE``: an index takes up many blocks
+sooner than each of a thousand workers' by themselves.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -19,11 +23,13 @@ import numpy as np
 from protocol.ids import Peer
 from protocol.kv_events import KVEvents, KVFollow, KVSnapshot
 from protocol.transitions import Tracker, TransitionTable
-from router.block_index import BlockIndex
+from router.block_index import BlockIndex, Move
 from router.block_table import Array
 
 ASK_AGAIN = 1.0
 """Seconds without an answer after which a worker is asked again."""
+PAUSE = 2e-3
+"""Seconds that what has come may wait for more: workers tell of changes every 0.1 s anyway."""
 RENEW = 4.0
 """Seconds between two signs to a worker that its events are still wanted."""
 
@@ -92,9 +98,12 @@ class KVFeeds:
         self.resyncs = 0
         self._index = index
         self._feeds: dict[str, Feed] = {}
+        self._moves: list[Move] = []
+        self._settled = -math.inf
 
     def heartbeat(self, peer: Peer, row: int, sequence: int, now: float) -> KVFollow | None:
         """A worker beats, and the number of its last events is ``sequence``; a new incarnation has an empty cache."""
+        self.settle(now)
         feed = self._feeds.get(peer.name)
         if feed is None or feed.peer != peer or feed.row != row:
             self.forget(peer.name)
@@ -120,8 +129,11 @@ class KVFeeds:
         if events.sequence != feed.sequence + 1 or not (_whole(events.stored) and _whole(events.removed)):
             return self._lost(feed, now)
         feed.sequence = events.sequence
-        self._index.remove(feed.row, _keys(events.removed))
-        self._index.store(feed.row, _keys(events.stored))
+        if events.removed:
+            self._moves.append(Move(feed.row, _keys(events.removed), stored=False))
+        if events.stored:
+            self._moves.append(Move(feed.row, _keys(events.stored), stored=True))
+        self.settle(now)
         return None
 
     def snapshot(self, peer: Peer, page: KVSnapshot, now: float) -> KVFollow | None:
@@ -132,11 +144,12 @@ class KVFeeds:
         if page.page == 0:
             # Also in the midst of another one: it was asked for twice.
             feed.sequence, feed.pages = page.sequence, 0
-            self._index.drop(feed.row)
+            self._drop(feed.row)
         if page.page != feed.pages or page.sequence != feed.sequence or not _whole(page.keys):
             return self._lost(feed, now)
         feed.pages += 1
-        self._index.store(feed.row, _keys(page.keys))
+        self._moves.append(Move(feed.row, _keys(page.keys), stored=True))
+        self.settle(now)
         feed.tracker.move(FeedEvent.COMPLETE if page.last else FeedEvent.PAGE)
         return None
 
@@ -144,7 +157,22 @@ class KVFeeds:
         """A worker is gone for good, or has lost its cache."""
         feed = self._feeds.pop(name, None)
         if feed is not None:
-            self._index.drop(feed.row)
+            self._drop(feed.row)
+
+    def settle(self, now: float) -> None:
+        """Put into the index what has come, unless that was just done."""
+        if self._moves and now - self._settled >= PAUSE:
+            self._settled = now
+            self._settle()
+
+    def _drop(self, row: int) -> None:
+        self._settle()
+        self._index.drop(row)
+
+    def _settle(self) -> None:
+        if self._moves:
+            self._index.change(self._moves)
+            self._moves = []
 
     def state(self, peer: Peer) -> FeedState | None:
         """How well the cache of this incarnation is known; None when it was never heard of."""

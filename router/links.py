@@ -154,12 +154,10 @@ class Links:
         nbytes, seconds = float(self._pair_bytes[decode, prefill]), float(self._pair_seconds[decode, prefill])
         return _mixed(landed, keeps * nbytes, keeps * seconds)
 
-    def most(self, partners: Rows, missing: Floats, now: float) -> float:
-        """Seconds that any pair could take at most for as many tokens as each of ``partners`` lacks."""
+    def most(self, now: float) -> float:
+        """Seconds that a byte takes between any two at most."""
         slowest = max(float(self.pace.max()), float(self.told.max()))
-        if now - self._slowest_at <= FORGOTTEN:
-            slowest = max(slowest, self._slowest)
-        return float((missing[partners] * self.token_bytes[partners]).max()) * slowest
+        return max(slowest, self._slowest) if now - self._slowest_at <= FORGOTTEN else slowest
 
 
 def _mixed(expected: Number, nbytes: Number, seconds: Number) -> Number:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from protocol.errors import NoWorkerAvailable
-from router.fleet import Fleet, Rows
+from router.columns import Rows
+from router.fleet import Fleet
 from router.forecast import HORIZON, crossing, forecast_local
 from router.policy import Choice, Demand, Ranking, Snapshot, penalties, place, place_alone
 
@@ -34,6 +35,10 @@ class LocalPrefillRule:
 
     mode: LocalPrefill = "fallback"
     tokens: int = 0
+
+    def quiet(self, tokens: int) -> bool:
+        """Whether a prompt of so many tokens goes to a prefill worker as long as there is one."""
+        return self.mode in ("never", "fallback") or (self.mode == "short" and tokens > self.tokens)
 
 
 def decide(policy: str, snapshot: Snapshot, demand: Demand, rule: LocalPrefillRule) -> Choice:

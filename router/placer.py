@@ -5,6 +5,7 @@ No I/O: messages to workers are returned. One for each router, for its whole lif
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,13 +13,16 @@ import numpy as np
 from protocol.errors import NoWorkerAvailable, TargetOutOfReach
 from protocol.ids import Peer, RequestKey
 from protocol.kv_events import KVEvents, KVFollow, KVSnapshot
-from router.block_index import BlockIndex
-from router.explanations import DECODE_FIELDS, PREFILL_FIELDS, Candidates, Decision, Explanations
-from router.fleet import Fleet, Floats, Work
-from router.forecast import crossing, forecast, forecast_local
+from router.bid import Bid, bid_of, soonest
+from router.block_index import BlockIndex, mark, rows_of
+from router.columns import Floats
+from router.explanations import Decision, Explanations
+from router.fleet import Fleet, Work
+from router.forecast import forecast
+from router.glance import glance
 from router.kv_feed import KVFeeds
 from router.local_prefill import LocalPrefillRule, decide, prompt_rows
-from router.policy import Choice, Demand, Placement, Snapshot
+from router.policy import DEFAULT, Choice, Demand, Placement, Snapshot
 from router.prompt_chain import Prompt
 from router.registry import Worker, WorkerRegistry
 from router.slo.capacity import Capacity, Terms
@@ -29,13 +33,18 @@ LEAST_TOKENS = 4
 
 @dataclass(frozen=True, slots=True)
 class PlacerConfig:
-    """Settings; see ``RouterConfig`` for each."""
+    """Settings; see ``RouterConfig`` for each.
+
+    Attributes:
+        first_turn: where this router's turns begin.
+    """
 
     model: str
     policy: str
     local_prefill: LocalPrefillRule = field(default_factory=LocalPrefillRule)
     slow_start: float = 10.0
     explained_requests: int = 1024
+    first_turn: int = 0
 
 
 class Placer:
@@ -49,12 +58,14 @@ class Placer:
         index: of the workers' prefix caches.
         feeds: that keep it.
         explanations: of the last decisions.
+        first_turn: where the turns of this router's requests begin.
     """
 
     def __init__(self, config: PlacerConfig, registry: WorkerRegistry) -> None:
         self.index = BlockIndex()
         self.feeds = KVFeeds(self.index)
         self.explanations = Explanations(config.explained_requests)
+        self.first_turn = config.first_turn
         self._config = config
         self._registry = registry
         self._fleet = Fleet(config.model, config.slow_start)
@@ -85,7 +96,7 @@ class Placer:
         """
         self._see(now)
         length = prompt.length
-        told = forecast(self._fleet, length, self._cached(prompt), now, self._config.slow_start)
+        told = forecast(self._fleet, length, self._cached(prompt, now), now, self._config.slow_start)
         snapshot = Snapshot(self._fleet, told)
         return snapshot, decide(self._config.policy, snapshot, demand, self._config.local_prefill)
 
@@ -95,7 +106,7 @@ class Placer:
             snapshot, choice = self.look(prompt, demand, now)
         except NoWorkerAvailable:
             return 0.0
-        return _soonest(snapshot, choice)
+        return soonest(snapshot, choice)
 
     def capacity(self, terms: Terms, now: float) -> Capacity:
         """What the workers have room for."""
@@ -109,61 +120,36 @@ class Placer:
             NoWorkerAvailable: there is none; says which role is missing.
             TargetOutOfReach: there is, but none is predicted to give the first token in time.
         """
-        snapshot, choice = self.look(prompt, demand, now)
-        fleet, told = self._fleet, snapshot.forecast
-        if demand.ttft_target and not choice.local:
-            soonest = _soonest(snapshot, choice)
-            if soonest > demand.ttft_target:
-                raise TargetOutOfReach(
-                    f"the first token is predicted in {soonest:.3g} s, and wanted within {demand.ttft_target:g} s",
-                    soonest - demand.ttft_target,
-                )
-        prefill, decode = fleet.workers[choice.prefill], None
+        bid = self._bid(prompt, demand, now)
+        fleet = self._fleet
+        prefill, decode = fleet.workers[bid.prefill], None if bid.decode is None else fleet.workers[bid.decode]
         assert prefill is not None, "it takes work"
-        names, decode_candidates, blocks = fleet.names, None, None
-        if choice.decode is not None and choice.decode_candidates is not None:
-            decode = fleet.workers[choice.decode]
-            if choice.decode != choice.prefill:
-                blocks = crossing(fleet, told, choice.prefill, choice.decode)
-            judged_by = (
-                told.running,
-                told.missing,
-                told.transfer,
-                told.tpot,
-                told.wait,
-                told.speed,
-                choice.ranking.decode,
-            )
-            decode_candidates = Candidates(names, choice.decode_candidates, DECODE_FIELDS, judged_by)
-        ttft = forecast_local(fleet, told).ttft if choice.local else told.ttft
-        columns = (told.queue, told.uncached, ttft, told.wait, told.speed, choice.ranking.prefill)
-        uncached = float(told.uncached[choice.prefill])
         decision = Decision(
             request_id=key.request_id,
             attempt=key.attempt,
             policy=self._config.policy,
             at=now,
             prompt_tokens=prompt.length,
-            cached_tokens=prompt.length - int(uncached),
-            local_prefill=choice.local,
+            cached_tokens=prompt.length - int(bid.uncached),
+            local_prefill=bid.local,
             prefill=prefill.peer,
             decode=None if decode is None else decode.peer,
-            predicted_ttft=float(ttft[choice.prefill]),
-            predicted_tpot=None if choice.decode is None else float(told.tpot[choice.decode]),
-            predicted_transfer=None if blocks is None else blocks.ahead + blocks.alone,
-            prefill_candidates=Candidates(names, choice.prefill_candidates, PREFILL_FIELDS, columns),
-            decode_candidates=decode_candidates,
-            charged_tokens=uncached,
+            predicted_ttft=bid.ttft,
+            predicted_tpot=bid.tpot,
+            predicted_transfer=None if bid.blocks is None else bid.blocks.ahead + bid.blocks.alone,
+            prefill_candidates=bid.prefill_candidates,
+            decode_candidates=bid.decode_candidates,
+            charged_tokens=bid.uncached,
             charged_prompt=prompt.length,
             charged_sequences=demand.sequences,
         )
-        fleet.send_prompt(choice.prefill, uncached, prompt.length, now)
-        if choice.decode is not None:
-            fleet.send_sequences(choice.decode, demand.sequences)
-            if blocks is not None:
-                fleet.links.send(choice.prefill, choice.decode, blocks.alone, now)
-            fleet.claim(choice.decode, demand.reserve)
-        return Placement(prefill, decode, choice.local), decision
+        fleet.send_prompt(bid.prefill, bid.uncached, prompt.length, now)
+        if bid.decode is not None:
+            fleet.send_sequences(bid.decode, demand.sequences)
+            if bid.blocks is not None:
+                fleet.links.send(bid.prefill, bid.decode, bid.blocks.alone, now)
+            fleet.claim(bid.decode, demand.reserve)
+        return Placement(prefill, decode, bid.local), decision
 
     def first_token(self, decision: Decision, now: float) -> float | None:
         """A first token of an attempt came; returns how far the prediction was off, in seconds.
@@ -229,19 +215,40 @@ class Placer:
         for name in self._fleet.see(workers, now):
             self.feeds.forget(name)
 
-    def _cached(self, prompt: Prompt) -> Floats:
+    def _bid(self, prompt: Prompt, demand: Demand, now: float) -> Bid:
+        """What :meth:`look` comes to; the default policy's among few workers in plain numbers."""
+        self._see(now)
+        config, fleet, bid, earliest = self._config, self._fleet, None, 0.0
+        if config.policy == DEFAULT and config.local_prefill.quiet(demand.prompt_tokens) and fleet.small:
+            found = glance(fleet, prompt.length, self._cached_by_few(prompt, now), demand, now, config.slow_start)
+            if found is not None:
+                bid, earliest = found
+        if bid is None:
+            snapshot, choice = self.look(prompt, demand, now)
+            bid = bid_of(snapshot, choice, explained=config.explained_requests > 0)
+            earliest = soonest(snapshot, choice) if demand.ttft_target and not bid.local else 0.0
+        if demand.ttft_target and earliest > demand.ttft_target:
+            late = earliest - demand.ttft_target
+            raise TargetOutOfReach(
+                f"the first token is predicted in {earliest:.3g} s, and wanted within {demand.ttft_target:g} s", late
+            )
+        return bid
+
+    def _depths(self, prompt: Prompt, now: float) -> Iterator[tuple[int, int]]:
+        """Bits of rows, and how many tokens of the prompt these have; of those that are in none it is none."""
+        self.feeds.settle(now)
+        if self.index.blocks and prompt.length:
+            for size, among in self._fleet.block_sizes().items():
+                for bits, depth in self.index.depths(prompt.keys(size), among):
+                    yield bits, depth * size
+
+    def _cached(self, prompt: Prompt, now: float) -> Floats:
         """Tokens of the prompt that each worker has."""
         cached = np.zeros(len(self._fleet))
-        if self.index.blocks and prompt.length:
-            for size, rows in self._fleet.block_sizes().items():
-                cached += self.index.depths(prompt.keys(size), rows, len(self._fleet)) * size
+        for bits, tokens in self._depths(prompt, now):
+            mark(cached, bits, tokens)
         return cached
 
-
-def _soonest(snapshot: Snapshot, choice: Choice) -> float:
-    fleet, told = snapshot.fleet, snapshot.forecast
-    if choice.local:
-        return float(forecast_local(fleet, told).ttft[choice.prefill])
-    # Who has nothing to do is judged by its pace alone: were all refused for a correction, nothing would put it right.
-    alone = np.where(told.queue < 1.0, fleet.fixed + told.compute, np.inf)
-    return float((np.minimum(told.ttft, alone) + told.wait)[fleet.able("prefill")].min())
+    def _cached_by_few(self, prompt: Prompt, now: float) -> dict[int, int]:
+        """The same by row, of those that have any."""
+        return {row: tokens for bits, tokens in self._depths(prompt, now) for row in rows_of(bits)}

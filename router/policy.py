@@ -9,16 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from zlib import crc32
 
 import numpy as np
 
 from protocol.errors import NoWorkerAvailable
 from protocol.ids import Peer
-from router.fleet import Bools, Fleet, Floats, Rows
+from router.columns import Bools, Floats, Rows
+from router.fleet import Fleet
 from router.forecast import HORIZON, Forecast, lateness
+from router.pair import cheapest
 from router.pairing import unpaired
 from router.registry import Worker
 
+DEFAULT = "cost"
 CANDIDATES = 16
 """Workers of each role that pairs are made of, the cheapest; all of them where no pair of these fits."""
 AVOIDED = 1e12
@@ -29,6 +33,10 @@ LINK_USE = 0.1
 """What a second of a link costs where nobody waits for it."""
 SPREAD = 2.0
 """Mean prompts' times that a prefill worker costs more which was sent twice the mean lately."""
+STRIDE = 7919
+"""Turns between the beginnings of two routers; a prime, so that these differ among any number of equals."""
+TOLERANCE = 5e-3
+"""Share by which the default policy takes two costs for equal."""
 LATE = 100.0
 """Seconds that a worker costs more which misses a target; one that meets it is taken if there is any."""
 IMBALANCE_TOKENS, IMBALANCE_SEQUENCES = 4096, 8
@@ -174,18 +182,22 @@ def cost(snapshot: Snapshot, demand: Demand) -> Ranking:
     ttft, output = told.ttft, told.tpot * tokens
     if not told.settled:
         ttft, output = ttft / told.speed, output / told.speed
-    prefill = ttft + told.wait
+    if told.waits:
+        ttft, output = ttft + told.wait, output + told.wait
     recent = snapshot.fleet.recent
-    prefill += recent.excess(len(snapshot.fleet.able("prefill"))) * (SPREAD * recent.mean)
+    prefill = recent.excess(len(snapshot.fleet.able("prefill")))
+    prefill *= SPREAD * recent.mean
+    prefill += ttft
     if demand.ttft_target:
         prefill += np.where(told.ttft + told.wait > demand.ttft_target, LATE, 0.0)
     # Even where a transfer holds nobody up, others could have had the link.
-    decode = output + told.wait + LINK_USE * told.transfer
-    return Ranking(prefill, decode, in_seconds=True, tolerance=5e-3)
+    decode = LINK_USE * told.transfer
+    decode += output
+    return Ranking(prefill, decode, in_seconds=True, tolerance=TOLERANCE)
 
 
 POLICIES: dict[str, Policy] = {
-    "cost": cost,
+    DEFAULT: cost,
     "least_loaded": least_loaded,
     "power_of_two": power_of_two,
     "prefix_aware": prefix_aware,
@@ -247,8 +259,13 @@ def place(policy: str, snapshot: Snapshot, demand: Demand) -> Choice:
         partners = _cheapest(decode, fleet.able("decode"), bound)
         if ranking.in_seconds:
             here, there = prefill[rows], decode[partners]
-            pairs = there[:, None] + here
             late = lateness(fleet, snapshot.forecast, rows, partners)
+            if bound == CANDIDATES:
+                many = None if late is None else late.tolist()
+                first, second = cheapest(here.tolist(), there.tolist(), many, ranking.tolerance, demand.turn)
+                if fleet.fit(int(rows[first]), int(partners[second])):
+                    return Choice(int(rows[first]), int(partners[second]), rows, partners, ranking)
+            pairs = there[:, None] + here
             if late is not None:
                 pairs += late
             slack = ranking.tolerance * min(float(here.min()), float(there.min()))
@@ -266,6 +283,12 @@ def place(policy: str, snapshot: Snapshot, demand: Demand) -> Choice:
         f"no prefill worker has a decode worker that it can ship to; {first.peer.name} (here) and "
         f"{second.peer.name} (there): {unpaired(first, second)}"
     )
+
+
+def first_turn(router: str) -> int:
+    """Where the turns of a router's requests begin: several that were in step would all take the same of equals."""
+    number = router.rpartition("-")[2]
+    return STRIDE * (int(number) if number.isdecimal() else crc32(router.encode()))
 
 
 def _best(costs: Floats, rows: Rows, ranking: Ranking, demand: Demand) -> int:

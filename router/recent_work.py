@@ -31,10 +31,11 @@ class RecentWork:
 
     Attributes:
         mean: seconds of a prompt.
+        total: of all rows.
     """
 
     def __init__(self, rows: int) -> None:
-        self.mean = 0.0
+        self.mean = self.total = 0.0
         self._seconds: Floats = np.zeros(rows)
         self._faded = -math.inf
 
@@ -47,18 +48,32 @@ class RecentWork:
         if now - self._faded >= PAUSE:
             self._seconds *= math.exp((self._faded - now) / FADE)
             self._faded = now
+            self.total = float(self._seconds.sum())
         self.mean += MEAN_GAIN * (seconds - self.mean) if self.mean else seconds
         self._seconds[row] += seconds
+        self.total += seconds
 
     def forget(self, row: int) -> None:
         """A row is another worker's."""
         self._seconds[row] = 0.0
+        self.total = float(self._seconds.sum())
 
     def excess(self, workers: int) -> Floats:
         """By row, the share by which it got more than the mean of so many workers; 0 where it got less."""
         prior = PRIOR * self.mean
-        whole = float(self._seconds.sum()) / max(1, workers) + prior
-        if not whole:
-            return np.zeros_like(self._seconds)
-        excess: Floats = np.maximum((self._seconds + prior) / whole - 1.0, 0.0)
+        whole = self.total / max(1, workers) + prior
+        excess = self._seconds + prior
+        if whole:
+            excess /= whole
+            excess -= 1.0
+        np.maximum(excess, 0.0, out=excess)
         return excess
+
+    def excesses(self, rows: list[int]) -> list[float]:
+        """The same of some rows, which are all of the workers."""
+        prior = PRIOR * self.mean
+        whole = self.total / max(1, len(rows)) + prior
+        if not whole:
+            return [0.0] * len(rows)
+        seconds = self._seconds.tolist()
+        return [more if (more := (seconds[row] + prior) / whole - 1.0) > 0.0 else 0.0 for row in rows]

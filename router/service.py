@@ -32,6 +32,7 @@ from router.local_prefill import LocalPrefillRule
 from router.metrics import RouterMetrics
 from router.overview import ClusterOverview
 from router.placer import Placer, PlacerConfig
+from router.policy import first_turn
 from router.registry import Worker, WorkerRegistry
 from router.request_limits import RequestLimits
 from router.slo.desk import Desk
@@ -81,6 +82,7 @@ class Service:
             local_prefill=LocalPrefillRule(config.local_prefill, config.local_prefill_tokens),
             slow_start=config.slow_start,
             explained_requests=config.explained_requests,
+            first_turn=first_turn(config.name),
         )
         self._placer = Placer(placing, self._registry)
         self._metrics = RouterMetrics(

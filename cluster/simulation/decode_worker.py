@@ -84,7 +84,7 @@ class DecodeWorker(SimulatedWorker):
         if job.given_up:
             self.drop(job)
             return
-        self._seal(stay, job.prompt.blocks[stay.found : job.prompt.length // self._size])
+        self._seal(job, stay, stay.found * self._size, job.prompt.length)
         self._expected -= 1
         self._landed.append(job)
         self._replan()
@@ -243,7 +243,7 @@ class DecodeWorker(SimulatedWorker):
     def _prompt_through(self, job: Job) -> None:
         stay = job.there
         assert stay is not None, "it was let in"
-        self._seal(stay, job.prompt.blocks[stay.found : job.prompt.length // self._size])
+        self._seal(job, stay, stay.found * self._size, job.prompt.length)
         job.first = self._agenda.now
         self.tally.prompts += 1
         if job.decode is None:
@@ -262,8 +262,7 @@ class DecodeWorker(SimulatedWorker):
         self._context -= self._context_of(job)
         self._prompts -= job.prompt.length + 1
         self._promised -= job.output
-        full = (job.prompt.length + job.output) // self._size
-        self._seal(stay, job.prompt.blocks[job.prompt.length // self._size : full])
+        self._seal(job, stay, job.prompt.length, job.prompt.length + job.output)
         self._leave(stay)
         job.there = None
         self._ended(job)

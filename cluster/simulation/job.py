@@ -6,29 +6,16 @@ ended. One that was given up is passed over by whoever has it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cluster.simulation.block_cache import Stay
 from cluster.simulation.prompt import SimulatedPrompt
 
 if TYPE_CHECKING:
     from cluster.simulation.decode_worker import DecodeWorker
     from cluster.simulation.prefill_worker import PrefillWorker
     from cluster.simulation.record import Request
-
-
-@dataclass(slots=True)
-class Stay:
-    """What an attempt has of one worker's pool.
-
-    Attributes:
-        found: blocks of its prompt that were there when it was let in.
-        named, unnamed: that it holds.
-    """
-
-    found: int = 0
-    named: list[bytes] = field(default_factory=list)
-    unnamed: int = 0
 
 
 @dataclass(slots=True, eq=False)

@@ -135,7 +135,7 @@ class PrefillWorker(SimulatedWorker):
             self._leave(stay)
             job.here = None
             return
-        self._seal(stay, job.prompt.blocks[stay.found : job.prompt.length // self._size])
+        self._seal(job, stay, stay.found * self._size, job.prompt.length)
         job.first = self._agenda.now
         self.tally.prompts += 1
         if job.decode is None:

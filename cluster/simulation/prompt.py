@@ -47,7 +47,7 @@ class SimulatedPrompt:
 
     Attributes:
         length: tokens of the prompt.
-        blocks: keys of the full blocks of prompt and answer, as bytes.
+        blocks: keys of the full blocks of prompt and answer, one after the other.
     """
 
     __slots__ = ("_keys", "_size", "blocks", "length")
@@ -56,7 +56,7 @@ class SimulatedPrompt:
         self._keys = keys
         self._size = block_size
         self.length = length
-        self.blocks: list[bytes] = keys.view("V8").tolist()
+        self.blocks = keys.tobytes()
 
     def keys(self, block_size: int) -> Iterator[Array]:
         """Of the full blocks of the prompt, in order."""

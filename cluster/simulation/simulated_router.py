@@ -22,7 +22,7 @@ from router.breaker import BreakerLimits, Breakers
 from router.config import RouterConfig
 from router.local_prefill import LocalPrefillRule
 from router.placer import Placer, PlacerConfig
-from router.policy import Demand, Placement
+from router.policy import Demand, Placement, first_turn
 from router.registry import WorkerEvent, WorkerJoined, WorkerRegistry
 from router.slo.admission import Admission, Admit
 from router.slo.ticket import Ticket, TicketState
@@ -74,6 +74,7 @@ class SimulatedRouter:
             LocalPrefillRule(config.local_prefill, config.local_prefill_tokens),
             slow_start=config.slow_start,
             explained_requests=config.explained_requests,
+            first_turn=first_turn(name),
         )
         self.placer = Placer(placing, self._registry)
         self._breakers = Breakers(
@@ -84,7 +85,7 @@ class SimulatedRouter:
         self._live: dict[int, Request] = {}
         self._waiting: dict[int, Request] = {}
         self._admission: Admission[Ticket[Request]] = Admission(config.slo, self.placer, config.priority_aging)
-        self._turn = 0
+        self._turn = self.placer.first_turn
 
     def queue(self) -> list[Request]:
         """Requests that wait here, for their turn or for workers."""

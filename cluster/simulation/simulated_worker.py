@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster.simulation.agenda import Agenda
-from cluster.simulation.block_cache import BlockCache
-from cluster.simulation.job import Job, Stay
+from cluster.simulation.block_cache import BlockCache, Stay
+from cluster.simulation.job import Job
 from cluster.simulation.link import Link
 from cluster.simulation.profile import EngineProfile
 from engine.step_pace import StepPace
@@ -146,8 +146,8 @@ class SimulatedWorker(ABC):
         for page in self._publisher.follow(router, message, self._agenda.now):
             self._site.tell(self.peer, page)
 
-    def cached_keys(self) -> Iterable[bytes]:
-        """Of all blocks that a prompt finds here."""
+    def cached_keys(self) -> bytes:
+        """Of all blocks that a prompt finds here, one after the other."""
         return self._cache.everything()
 
     def die(self) -> None:
@@ -173,20 +173,15 @@ class SimulatedWorker(ABC):
 
     def _take(self, job: Job, tokens: int) -> Stay | None:
         """Room for so many tokens of which the prompt's first ones may be here; None where there is none."""
-        blocks = job.prompt.blocks[: job.prompt.length // self._size]
-        found = self._cache.hits(blocks)
-        fresh = -(-tokens // self._size) - found
-        if not self._cache.take(blocks[:found], fresh):
-            return None
-        self._changed()
-        return Stay(found, blocks[:found], fresh)
+        stay = self._cache.take(job.prompt.blocks, job.prompt.length // self._size, -(-tokens // self._size))
+        if stay is not None:
+            self._changed()
+        return stay
 
-    def _seal(self, stay: Stay, blocks: list[bytes]) -> None:
-        """What was taken without a name holds these now."""
-        named = self._cache.seal(blocks)
-        stay.named += named
-        stay.unnamed -= len(named)
+    def _seal(self, job: Job, stay: Stay, start: int, stop: int) -> None:
+        """What was taken without a name holds these tokens of the job now, as far as they fill blocks."""
+        self._cache.seal(stay, job.prompt.blocks, start // self._size, stop // self._size)
         self._changed()
 
     def _leave(self, stay: Stay) -> None:
-        self._cache.release(stay.named, stay.unnamed)
+        self._cache.release(stay)

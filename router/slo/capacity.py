@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from protocol.ids import Peer
-from router.fleet import Bools, Fleet, Floats, Rows
+from router.columns import Bools, Floats, Rows
+from router.fleet import Fleet
 
 TPOT_HEADROOM = 0.9
 """Share of a target for the time per token that a step may take: contexts grow, and tokens wait for more than steps."""
@@ -56,25 +57,28 @@ class Capacity:
     """
 
     def __init__(self, fleet: Fleet, prompts: Rows, terms: Terms) -> None:
-        pace = fleet.pace[prompts]
-        ahead = fleet.ahead[prompts] * pace
+        columns = fleet.columns
+        pace = columns.pace[prompts]
+        ahead = columns.ahead[prompts] * pace
         self.prompts_open = bool((ahead <= terms.backlog).any())
         self.prompt_rate = float((1.0 / pace).sum())
         rows = fleet.able("decode")
         self._fleet = fleet
         self._rows = rows
         self._per_sequence = terms.per_sequence
-        held = fleet.sequences[rows]
-        fixed, per_token = fleet.fixed[rows], fleet.per_token[rows]
-        most = fleet.slots[rows]
+        held = columns.sequences[rows]
+        fixed, per_token = columns.fixed[rows], columns.per_token[rows]
+        most = columns.slots[rows]
         if terms.tpot:
             allowed = (TPOT_HEADROOM * terms.tpot - fixed) / np.maximum(per_token, 1e-12)
             # What was never measured forbids nothing.
-            most = np.where(fleet.paced[rows] > 0, np.minimum(most, allowed), most)
+            most = np.where(columns.paced[rows] > 0, np.minimum(most, allowed), most)
         self._idle: Bools = held < 1.0
         self._free: Floats = np.maximum(np.floor(most - held), 0.0)
-        growth = np.maximum(held * terms.residual - fleet.empty[rows], 0.0)
-        self._room: Floats = np.maximum(fleet.room[rows] - fleet.waiting[rows] - fleet.claimed[rows] - growth, 0.0)
+        growth = np.maximum(held * terms.residual - columns.empty[rows], 0.0)
+        self._room: Floats = np.maximum(
+            columns.room[rows] - columns.waiting[rows] - columns.claimed[rows] - growth, 0.0
+        )
         self.leaving = float((held / np.maximum(fixed + per_token * held, 1e-9)).sum()) / terms.output
 
     @property

@@ -8,14 +8,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from cluster.bench.traces.registry import make_trace
 from cluster.bench.traces.request import TraceRequest, blocks_for
 from cluster.cli import app
-from cluster.simulation.block_cache import BlockCache
+from cluster.simulation.block_cache import keys_apart
 from cluster.simulation.figures import Figures, SimulationReport
 from cluster.simulation.link import Link
 from cluster.simulation.profile import PROFILES, EngineProfile, profile_of
@@ -92,9 +90,10 @@ def test_a_later_turn_finds_what_was_asked_and_what_was_answered() -> None:
 def test_prompts_share_keys_as_far_as_they_are_equal() -> None:
     prompts = Prompts(16)
     one, other = (prompts.of(alone(64, 1, first=first, session=first)) for first in (0, 100))
-    assert not set(one.blocks) & set(other.blocks)
+    assert not {*keys_apart(one.blocks)} & {*keys_apart(other.blocks)}
     request = TraceRequest(at=0.0, blocks=(0, 1, 9, 3), prompt_tokens=64, output_tokens=1, session=5)
-    assert [a == b for a, b in zip(one.blocks, prompts.of(request).blocks, strict=True)] == [True, True, False, False]
+    both = zip(keys_apart(one.blocks), keys_apart(prompts.of(request).blocks), strict=True)
+    assert [a == b for a, b in both] == [True, True, False, False]
     (keys,) = one.keys(16)
     assert len(keys) == 4
 
@@ -192,7 +191,7 @@ def test_the_index_of_each_router_is_what_the_workers_have() -> None:
     run.settle(2.0)
     for router in run.routers:
         index = router.placer.index
-        held = [set(worker.cached_keys()) for worker in run.workers]
+        held = [{*keys_apart(worker.cached_keys())} for worker in run.workers]
         assert index.holdings == sum(map(len, held))
         assert index.blocks == len(set().union(*held))
 
@@ -227,30 +226,6 @@ def test_where_nothing_comes_again_cost_does_not_lose() -> None:
     assert cost.ttft.mean <= 1.02 * min(other.ttft.mean for other in others)
     assert cost.good >= 0.998 * max(other.good for other in others)
     assert max(cost.prefill_load, cost.decode_load) < 1.25
-
-
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6)), max_size=40))
-def test_a_pool_never_gives_out_more_than_it_has(asked: list[tuple[int, int]]) -> None:
-    pool = BlockCache(8)
-    known: set[bytes] = set()
-    held: list[tuple[list[bytes], int]] = []
-    for kind, length in asked:
-        keys = [bytes([kind, place]) for place in range(length)]
-        found = pool.hits(keys)
-        if length == 6:
-            if held:
-                pool.release(*held.pop(0))
-        elif pool.take(keys[:found], length - found):
-            named = pool.seal(keys[found:])
-            held.append((keys[:found] + named, length - found - len(named)))
-        counts = pool.counts
-        assert counts.free >= 0
-        assert counts.free + counts.active + counts.cached == 8
-        stored, removed = pool.changes.take()
-        known = (known | set(stored)) - set(removed)
-        assert known == set(pool.everything())
-        # Whoever is cached has all before it cached.
-        assert all(key[1] == 0 or bytes([key[0], key[1] - 1]) in known for key in known)
 
 
 def test_a_link_carries_one_after_the_other() -> None:

@@ -19,14 +19,14 @@ def test_what_was_sent_counts_until_it_is_over_and_no_heartbeat_counts_it_twice(
     fleet.send_sequences(sequences, 3)
     beats = [paced("p0", "prefill", waiting_tokens=220), paced("d0", "decode", running=2, waiting=2)]
     fleet.see(beats, 0.5)
-    assert (fleet.ahead[prompts], fleet.sequences[sequences]) == (70.0, 4.0)
+    assert (fleet.columns.ahead[prompts], fleet.columns.sequences[sequences]) == (70.0, 4.0)
     fleet.prompt_over(beats[0].peer, 50.0, 200, 0.6, computed=True)
     for _ in range(3):
         fleet.sequence_over(beats[1].peer)
-    assert (fleet.ahead[prompts], fleet.sequences[sequences]) == (20.0, 1.0), "what others have stays"
+    assert (fleet.columns.ahead[prompts], fleet.columns.sequences[sequences]) == (20.0, 1.0), "what others have stays"
     fleet.sequence_over(beats[1].peer)
     fleet.see([paced("p0", "prefill"), paced("d0", "decode")], 1.0)
-    assert (fleet.ahead[prompts], fleet.sequences[sequences]) == (0.0, 0.0)
+    assert (fleet.columns.ahead[prompts], fleet.columns.sequences[sequences]) == (0.0, 0.0)
 
 
 def test_a_new_life_of_a_worker_has_nothing_of_the_last_one() -> None:
@@ -36,7 +36,7 @@ def test_a_new_life_of_a_worker_has_nothing_of_the_last_one() -> None:
     fleet.send_prompt(row, 50.0, 50, 0.0)
     fleet.see([paced("p0", "prefill", incarnation=2), partner], 1.0)
     fleet.prompt_over(first.peer, 50.0, 50, 1.1, computed=False)
-    assert fleet.ahead[row] == 0.0
+    assert fleet.columns.ahead[row] == 0.0
 
 
 def test_what_is_at_the_head_of_the_queue_is_less_and_less_until_its_first_token() -> None:
@@ -66,8 +66,8 @@ def test_equal_workers_are_told_apart_by_where_they_were_measured_not_by_their_s
         steps = 10_000 + turn
         fleet.see([beating(flat, steps=steps), beating(steep, steps=steps), paced("p0", "prefill")], 0.5 * turn)
     rows = [fleet.row(name) for name in ("d0", "d1")]
-    assert fleet.step[rows[0]] == pytest.approx(fleet.step[rows[1]], rel=0.02)
-    assert fleet.step[rows[0]] == pytest.approx(0.017, rel=0.05)
+    assert fleet.columns.step[rows[0]] == pytest.approx(fleet.columns.step[rows[1]], rel=0.02)
+    assert fleet.columns.step[rows[0]] == pytest.approx(0.017, rel=0.05)
 
 
 def test_who_is_taken_for_slow_and_gets_no_work_is_taken_for_one_of_the_others_again() -> None:
@@ -75,10 +75,10 @@ def test_who_is_taken_for_slow_and_gets_no_work_is_taken_for_one_of_the_others_a
     slow = paced("d0", "decode", token=3e-3)
     fleet = fleet_of([*others, slow])
     row, other = fleet.row("d0"), fleet.row("d1")
-    assert fleet.step[row] > 2 * fleet.step[other]
+    assert fleet.columns.step[row] > 2 * fleet.columns.step[other]
     for turn in range(1, 100):
         fleet.see([*others, beating(slow)], 0.5 * turn)
-    assert fleet.step[row] == pytest.approx(fleet.step[other], rel=0.4)
+    assert fleet.columns.step[row] == pytest.approx(fleet.columns.step[other], rel=0.4)
 
 
 def test_a_correction_is_mostly_that_of_the_role_and_a_workers_own_fades() -> None:
@@ -96,4 +96,4 @@ def test_a_correction_is_mostly_that_of_the_role_and_a_workers_own_fades() -> No
     assert later_other < later_own < 1.1 * later_other
     assert (fleet.common["prefill"].at(0.0), fleet.common["local"].at(0.0)) == (1.0, 1.0)
     fleet.see([beating(each) for each in workers], 100.0)
-    assert fleet.step[rows[0]] == pytest.approx(fleet.step[rows[1]], rel=1e-3)
+    assert fleet.columns.step[rows[0]] == pytest.approx(fleet.columns.step[rows[1]], rel=1e-3)

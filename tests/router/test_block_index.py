@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from router.block_index import BlockIndex
+from router.block_index import BlockIndex, Move, mark, rows_of
 from router.block_table import BlockTable
 
 ROWS = 24
@@ -38,6 +38,21 @@ class IndexModel(RuleBasedStateMachine):
         for key in wanted:
             self.model.get(max(key, 1), set()).discard(row)
 
+    @rule(
+        moves=st.lists(
+            st.tuples(st.integers(0, ROWS - 1), st.lists(st.sampled_from(KEYS), max_size=12), st.booleans()),
+            min_size=1,
+            max_size=6,
+        )
+    )
+    def change(self, moves: list[tuple[int, list[int], bool]]) -> None:
+        """Several at once, which may name the same keys."""
+        self.index.change([Move(row, keys(*wanted), stored) for row, wanted, stored in moves])
+        for row, wanted, stored in moves:
+            for key in wanted:
+                rows = self.model.setdefault(max(key, 1), set())
+                rows.add(row) if stored else rows.discard(row)
+
     @rule(row=st.integers(0, ROWS - 1))
     def drop(self, row: int) -> None:
         self.index.drop(row)
@@ -54,7 +69,10 @@ class IndexModel(RuleBasedStateMachine):
     @rule(chain=st.lists(st.sampled_from(KEYS), max_size=12), among=st.integers(0, (1 << ROWS) - 1))
     def depths(self, chain: list[int], among: int) -> None:
         known = np.maximum(keys(*chain), 1)
-        found = self.index.depths([known[:5], known[5:]], among, ROWS)
+        found = np.zeros(ROWS)
+        for bits, blocks in self.index.depths([known[:5], known[5:]], among):
+            mark(found, bits, blocks)
+            assert not set(rows_of(bits)) - {row for row in range(ROWS) if among >> row & 1}
         for row in range(ROWS):
             depth = 0
             while among >> row & 1 and depth < len(chain) and row in self.model.get(max(chain[depth], 1), ()):
@@ -81,13 +99,13 @@ def test_a_table_that_grows_step_by_step_loses_nothing() -> None:
         gone = np.array(list(model)[:: len(model) // 40 + 1] if len(model) > 4000 else [], dtype=np.uint64)
         for each, numbers in ((fresh, values), (gone, np.zeros(len(gone), dtype=np.uint32))):
             table.make_room(len(each), len(model))
-            table.assign(each, numbers)
+            table.assign(each, table.locate(each), numbers)
         model.update(zip(fresh.tolist(), values.tolist(), strict=True))
         for key in gone.tolist():
             del model[key]
     assert len(table) == len(model)
-    assert table.find(np.array(list(model), dtype=np.uint64)).tolist() == list(model.values())
-    assert not table.find(rng.integers(1, 1 << 63, 500, dtype=np.uint64)).any()
+    assert table.locate(np.array(list(model), dtype=np.uint64)).values.tolist() == list(model.values())
+    assert not table.locate(rng.integers(1, 1 << 63, 500, dtype=np.uint64)).values.any()
 
 
 @pytest.mark.parametrize("holders", [1, 2])

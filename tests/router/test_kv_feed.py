@@ -12,9 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from engine.prefix_changes import PrefixChanges
 from protocol.ids import Peer
 from protocol.kv_events import MAX_KEYS, KVEvents, KVFollow, KVSnapshot
-from protocol.kv_publisher import FOLLOW_TTL, KVPublisher
-from router.block_index import BlockIndex
-from router.kv_feed import ASK_AGAIN, RENEW, FeedState, KVFeeds
+from protocol.kv_publisher import FOLLOW_TTL, KVPublisher, keys_of
+from router.block_index import BlockIndex, rows_of
+from router.kv_feed import ASK_AGAIN, PAUSE, RENEW, FeedState, KVFeeds
 
 HASHES = [bytes([index]) * 16 for index in range(1, 30)]
 ROUTER = "router"
@@ -32,7 +32,7 @@ class FakeWorker:
         self.row = row
         self.cache: set[bytes] = set()
         self.changes = PrefixChanges()
-        self.publisher = KVPublisher(self.changes.take, lambda: sorted(self.cache))
+        self.publisher = KVPublisher(self.changes.take_keys, lambda: keys_of(sorted(self.cache)))
 
     def change(self, block_hash: bytes) -> None:
         if block_hash in self.cache:
@@ -96,7 +96,7 @@ class Feeding(RuleBasedStateMachine):
             self.flush(worker, lost)
             self.send(worker, [worker.publisher.sequence], lost)
 
-    @rule(seconds=st.sampled_from([0.1, ASK_AGAIN, RENEW, FOLLOW_TTL]))
+    @rule(seconds=st.sampled_from([0.1, ASK_AGAIN, PAUSE, RENEW, FOLLOW_TTL]))
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
@@ -121,7 +121,7 @@ class Feeding(RuleBasedStateMachine):
 
     def rows_of(self, block_hash: bytes) -> set[int]:
         keys = np.array([key_of(block_hash)], dtype=np.uint64)
-        return set(np.flatnonzero(self.index.depths([keys], 0b111, 3)).tolist())
+        return {row for bits, _ in self.index.depths([keys], 0b111) for row in rows_of(bits)}
 
     def settle(self) -> None:
         """Two seconds in which nothing is lost: enough for a router that has just started."""
@@ -131,6 +131,8 @@ class Feeding(RuleBasedStateMachine):
             self.beat(lost=False)
         while self.wire:
             self.deliver(len(self.wire))
+        self.now += PAUSE
+        self.feeds.settle(self.now)
 
     @rule()
     def settled_it_is_exact(self) -> None:
@@ -172,7 +174,7 @@ def test_a_large_cache_comes_in_pages_and_its_changes_in_parts() -> None:
     hashes = [index.to_bytes(16, "little") for index in range(1, 2 * MAX_KEYS + 100)]
     hashes = [block_hash[:8][::-1] + block_hash[8:] for block_hash in hashes]
     changes = PrefixChanges()
-    publisher = KVPublisher(changes.take, lambda: hashes)
+    publisher = KVPublisher(changes.take_keys, lambda: keys_of(hashes))
     for block_hash in hashes:
         changes.stored(block_hash)
     parts = publisher.flush()
@@ -188,15 +190,34 @@ def test_a_large_cache_comes_in_pages_and_its_changes_in_parts() -> None:
         for message in messages:
             take = feeds.events if isinstance(message, KVEvents) else feeds.snapshot
             assert take(Peer("w", 1), message, 0.0) is None  # type: ignore[arg-type]
+        feeds.settle(PAUSE)
         assert index.holdings == len(hashes)
 
 
 def test_only_who_follows_is_told() -> None:
     changes = PrefixChanges()
-    publisher = KVPublisher(changes.take, list)
+    publisher = KVPublisher(changes.take_keys, bytes)
     assert publisher.followers(0.0) == []
     publisher.follow(ROUTER, KVFollow(), 0.0)
     assert publisher.followers(FOLLOW_TTL - 0.1) == [ROUTER]
     publisher.follow(ROUTER, KVFollow(sequence=0), FOLLOW_TTL - 0.1)
     assert publisher.followers(2 * FOLLOW_TTL - 0.2) == [ROUTER]
     assert publisher.followers(2 * FOLLOW_TTL) == []
+
+
+def test_what_comes_at_once_goes_into_the_index_together_and_nothing_waits_for_long() -> None:
+    index = BlockIndex()
+    feeds = KVFeeds(index)
+    for row in range(3):
+        feeds.heartbeat(Peer(f"w{row}", 1), row, 1, 0.0)
+        feeds.snapshot(Peer(f"w{row}", 1), KVSnapshot(sequence=0), 0.0)
+    for row in range(3):
+        feeds.events(Peer(f"w{row}", 1), KVEvents(sequence=1, stored=HASHES[row][:8]), 1.0)
+    assert index.holdings == 1, "the first at once"
+    feeds.settle(1.0 + PAUSE / 2)
+    assert index.holdings == 1
+    feeds.settle(1.0 + PAUSE)
+    assert index.holdings == 3
+    feeds.events(Peer("w0", 1), KVEvents(sequence=2, stored=HASHES[4][:8], removed=HASHES[0][:8]), 1.0 + PAUSE)
+    feeds.forget("w1")
+    assert index.holdings == 2, "who is forgotten has nothing, and the others have what they told of"

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -80,7 +79,7 @@ def everything() -> tuple[Worker, Worker]:
 
 
 def decision() -> Decision:
-    candidates = Candidates((), np.zeros(0, np.int64), (), (np.zeros(0),))
+    candidates = Candidates((), (), (), ())
     predicted = {"predicted_ttft": 0.2, "predicted_tpot": None, "predicted_transfer": None, "measured_ttft": 0.3}
     counts = dict.fromkeys(("attempt", "at", "prompt_tokens", "cached_tokens"), 0)
     where = {"prefill": Peer("p0", 1), "decode": None, "prefill_candidates": candidates, "decode_candidates": None}

@@ -17,7 +17,7 @@ from protocol.versions import Versions
 from router.fleet import Fleet
 from router.forecast import forecast
 from router.pairing import complaints, mismatch
-from router.policy import POLICIES, Demand, Snapshot, place
+from router.policy import POLICIES, Demand, Snapshot, first_turn, place
 from router.registry import Worker
 
 OTHER = KVLayout(num_layers=2, kv_heads=4, head_dim=8, block_size=4)
@@ -245,10 +245,10 @@ def test_what_a_worker_measured_before_it_was_lost_is_not_held_against_it() -> N
     row, other = fleet.row("d0"), fleet.row("d1")
     for _ in range(100):
         fleet.correct(slow.peer, "decode", 2.0, 0.0)
-    assert fleet.step[row] > 100 * fleet.step[other]
+    assert fleet.columns.step[row] > 100 * fleet.columns.step[other]
     fleet.see([*others, replace(slow, lost="its step loop has stood")], 1.0)
     fleet.see([*others, replace(slow, last_seen=2.0)], 2.0)
-    assert fleet.step[row] < 2 * fleet.step[other]
+    assert fleet.columns.step[row] < 2 * fleet.columns.step[other]
 
 
 def test_cost_sends_the_sequence_where_its_blocks_are_when_the_link_is_slow() -> None:
@@ -335,3 +335,11 @@ def test_prefix_aware_goes_by_the_prefix_until_the_load_is_too_uneven() -> None:
         return fleet.workers[choice.prefill].peer.name  # type: ignore[union-attr]
 
     assert [chosen(waiting) for waiting in (0, 4000, 5000)] == ["p0", "p0", "p1"]
+
+
+def test_routers_that_begin_together_do_not_take_the_same_of_equals() -> None:
+    assert first_turn("router-0") == 0
+    starts = [first_turn(f"router-{number}") for number in range(8)]
+    pairs = {pick(two_by_two(), policy="cost", turn=start) for start in starts}
+    assert len(pairs) == 4
+    assert first_turn("here") != first_turn("there")

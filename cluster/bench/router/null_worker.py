@@ -82,7 +82,7 @@ class NullWorker:
             heartbeat=lambda: Heartbeat(profile, WorkerLoad(pool=POOL)),
             on_message=self._from_router,
             on_router_lost=lambda _: None,
-            publisher=KVPublisher(lambda: ([], []), list),
+            publisher=KVPublisher(lambda: (b"", b""), bytes),
         )
 
     def start(self) -> None:
