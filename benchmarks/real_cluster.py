@@ -92,9 +92,7 @@ async def play(service: Service, requests: Iterable[TraceRequest], salt: str, at
 
     async def ask(order: Order) -> None:
         request = order.request
-        sampling = SamplingParams(
-            temperature=0.0, max_tokens=request.output_tokens, min_tokens=request.output_tokens, ignore_eos=True
-        )
+        sampling = SamplingParams(temperature=0.0, max_tokens=request.output_tokens)
         wanted = Generation(tuple(prompts.tokens(request)), sampling, session=f"{salt}-{request.session}")
         first, report = 0.0, None
         async for part in service.generate(wanted):

@@ -14,6 +14,9 @@ from typing import cast
 import zmq
 import zmq.asyncio
 
+_EVENTS, _READABLE, _NOW = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.DONTWAIT)
+"""As plain numbers: pyzmq's own are of Enum, whose arithmetic takes as long as the question to libzmq."""
+
 
 class LoopSocket:
     """See the module. One task at a time waits.
@@ -34,17 +37,12 @@ class LoopSocket:
 
     def take(self) -> list[bytes] | None:
         """The parts of the next message, if one is there."""
-        try:
-            return self.raw.recv_multipart(zmq.DONTWAIT)
-        except zmq.Again:
-            return None
+        # Asked first: to be told by an exception takes three times as long.
+        return self.raw.recv_multipart(_NOW) if self._readable() else None
 
     def take_frames(self) -> list[zmq.Frame] | None:
         """The same, as frames: they know their connection, and cost some microseconds more each."""
-        try:
-            return self.raw.recv_multipart(zmq.DONTWAIT, copy=False)
-        except zmq.Again:
-            return None
+        return self.raw.recv_multipart(_NOW, copy=False) if self._readable() else None
 
     async def came(self) -> None:
         """Return once something may have come, after nothing was there."""
@@ -60,7 +58,7 @@ class LoopSocket:
     def give(self, parts: Sequence[bytes]) -> bool:
         """Queue a message; False when its peer is gone or too far behind. Never blocks."""
         try:
-            self.raw.send_multipart(parts, zmq.DONTWAIT)
+            self.raw.send_multipart(parts, _NOW)
         except zmq.ZMQError:
             return False
         finally:
@@ -76,7 +74,9 @@ class LoopSocket:
         self.raw.close(linger=0)
 
     def _look(self) -> None:
-        # Asked for its events, libzmq lets its descriptor be quiet until there is something new.
-        came = int(self.raw.getsockopt(zmq.EVENTS)) & zmq.POLLIN
-        if came and self._waiting is not None and not self._waiting.done():
+        # Even where nobody waits: asked for its events, libzmq lets its descriptor be quiet until there is more.
+        if self._readable() and self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
+
+    def _readable(self) -> bool:
+        return bool(cast("int", self.raw.getsockopt(_EVENTS)) & _READABLE)

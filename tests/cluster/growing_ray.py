@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -58,14 +59,16 @@ def main() -> None:
     """Have a node, and one more for each line that comes."""
     from ray.cluster_utils import Cluster
 
-    # Cores for nobody but who asks for them.
     node: dict[str, Any] = {"num_cpus": 2, "object_store_memory": LEAST}
-    there = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-    print(there.address, flush=True)
-    for _ in sys.stdin:
-        there.add_node(**node)
-        print("grown", flush=True)
-    there.shutdown()
+    # A short path: Ray's sockets lie below it.
+    with tempfile.TemporaryDirectory(prefix="kvf-", dir="/tmp") as folder:
+        head = {**node, "include_dashboard": False, "temp_dir": folder}
+        there = Cluster(initialize_head=True, head_node_args=head)
+        print(there.address, flush=True)
+        for _ in sys.stdin:
+            there.add_node(**node)
+            print("grown", flush=True)
+        there.shutdown()
 
 
 if __name__ == "__main__":

@@ -23,7 +23,9 @@ from cluster.operations import operator
 from cluster.state import ClusterState, StateStore
 from cluster.status import ActorReport, cluster_report
 from cluster.supervisor import SupervisorReport
-from protocol.errors import ConfigError
+from protocol.codec import SPOKEN
+from protocol.errors import ConfigError, VersionMismatch
+from protocol.versions import Versions
 from router.client import Client
 
 NAME = "fleet"
@@ -220,6 +222,18 @@ class TestUnderLoad:
         done = CliRunner().invoke(app, ["restart", str(file)])
         assert isinstance(done.exception, ConfigError)
         assert done.exception.field in ("served_name", "router")
+
+    def test_a_release_that_its_router_does_not_know_replaces_nobody(self, fleet: Fleet) -> None:
+        lives, state = fleet.lives(), fleet.store.load(NAME)
+        assert state.wire == SPOKEN
+        fleet.store.save(msgspec.structs.replace(state, wire=Versions(1, 2)))
+        try:
+            done = CliRunner().invoke(app, ["restart"])
+        finally:
+            fleet.store.save(state)
+        assert isinstance(done.exception, VersionMismatch)
+        assert "speaks wire version 1 to 2" in str(done.exception)
+        assert fleet.lives() == lives
 
     def test_workers_come_and_go_by_load_within_their_bounds(self, fleet: Fleet, tmp_path: Path) -> None:
         """Bounds decide here, so that nothing hangs on how fast this machine is."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.errors import MalformedFrame
@@ -13,6 +13,7 @@ from router.client.lines import Lines
 ODD = "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg\x1dh\x1ei\rj"
 
 
+@settings(deadline=None)
 @given(st.lists(st.text(st.sampled_from([*ODD, "\n", "é", "渡"])).map(str.encode)), st.integers(1, 7))
 def test_whatever_the_pieces(texts: list[bytes], size: int) -> None:
     data = b"".join(texts)
