@@ -1,10 +1,11 @@
 """What placing a request costs: time of a decision, memory of the block index, events taken in, and how fair it is.
 
-    python benchmarks/placement.py [--blocks 10000000] [--workers 16,1000]
+    python benchmarks/placement.py [--blocks 10000000] [--workers 16,1000] [--link-gbit 100] [--load 0.7]
 
 One process, no worker and no socket: the fleet is made up, the index and the policy are the router's own. CPU time, so
 a busy machine disturbs it less. Between two decisions a worker beats, and an older request gets its first token, or
-ends: what a decision finds is never just as the last one left it.
+ends: what a decision finds is never just as the last one left it. Requests come as fast as the prefill workers compute
+them, times the load; with links that cannot carry their blocks (``--link-gbit 8``) each pair has to be looked at.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from router.registry import WorkerRegistry
 BLOCK = 16
 PROMPT_BLOCKS = 64
 BATCH = 512
+TOKEN_SECONDS = 1e-4
+"""Of prefill."""
 LIVE = 512
 """Requests under way, of which the older half decodes."""
 LAYOUT = KVLayout(num_layers=32, kv_heads=8, head_dim=128, block_size=BLOCK)
@@ -53,9 +56,10 @@ class Workers:
     Args:
         size: how many.
         rng: of their loads.
+        link_rate: bytes per second of each one's network.
     """
 
-    def __init__(self, size: int, rng: np.random.Generator) -> None:
+    def __init__(self, size: int, rng: np.random.Generator, link_rate: float) -> None:
         self.registry = WorkerRegistry(1e9, 1e9, 1e9)
         self._rng = rng
         blocks = 2 * 10**7 // size
@@ -70,7 +74,9 @@ class Workers:
                 max_model_len=1 << 17,
                 layout=LAYOUT,
                 num_blocks=blocks + 1,
-                peer_endpoint="tcp://host:1" if index % 2 else "",
+                peer_endpoint=f"tcp://host-{index}:1" if index % 2 else "",
+                kv_addresses=() if index % 2 else (f"tcp://host-{index}:2",),
+                link_rate=link_rate,
             )
             for index in range(size)
         ]
@@ -86,7 +92,7 @@ class Workers:
             running=int(self._rng.integers(0, 32)),
             steps=10_000 + int(self._rng.integers(0, 1000)),
             step_fixed=0.01,
-            step_per_token=1e-4 if profile.role == "prefill" else 1e-3,
+            step_per_token=TOKEN_SECONDS if profile.role == "prefill" else 1e-3,
             step_mean_tokens=500.0 if profile.role == "prefill" else 16.0,
         )
         message = msgspec.msgpack.decode(msgspec.msgpack.encode(Heartbeat(profile, load)), type=Heartbeat)
@@ -109,10 +115,10 @@ def filled(index: BlockIndex, workers: int, blocks: int, shared: list[np.ndarray
     return (time.process_time() - begun) / max(1, events) * 1e6
 
 
-def measure(workers: int, blocks: int, prompts: int = 64) -> None:
+def measure(workers: int, blocks: int, link_rate: float, load: float, prompts: int = 64) -> None:
     """Measure one size, and print it. Half of the prompts are known to some workers."""
     rng = np.random.default_rng(7)
-    fleet = Workers(workers, rng)
+    fleet = Workers(workers, rng, link_rate)
     placer = Placer(PlacerConfig("m", "cost"), fleet.registry)
     tokens = [tuple(rng.integers(0, 32_000, PROMPT_BLOCKS * BLOCK).tolist()) for _ in range(prompts)]
     known = [next(PromptChains(each).of(BLOCK).pieces()) for each in tokens]
@@ -132,17 +138,19 @@ def measure(workers: int, blocks: int, prompts: int = 64) -> None:
     live: deque[Decision] = deque()
 
     clock = count()
+    # Two of these turns for each request.
+    turn = PROMPT_BLOCKS * BLOCK * TOKEN_SECONDS / (workers / 2) / load / 2
 
     def decide(_: int) -> None:
         run = next(clock)
         demand = Demand(needs_decode=True, turn=run, output=256)
-        placement, decision = placer.place(chains[run % prompts], demand, RequestKey("r", 0), 1e-3 * run)
+        placement, decision = placer.place(chains[run % prompts], demand, RequestKey("r", 0), turn * run)
         chosen[placement.prefill.peer.name] += 1
         live.append(decision)
 
     def pass_time(_: int) -> None:
         run = next(clock)
-        now = 1e-3 * run
+        now = turn * run
         placer.heartbeat(fleet.beat(run // 2 % workers), 0, now)
         if len(live) > LIVE // 2:
             placer.first_token(live[-LIVE // 2], now)
@@ -167,9 +175,11 @@ def main() -> None:
     parser.add_argument(
         "--blocks", type=int, default=10_000_000, help="different ones in the index, each of which two workers have"
     )
+    parser.add_argument("--link-gbit", type=float, default=100.0, help="each worker's network, in Gbit/s")
+    parser.add_argument("--load", type=float, default=0.7, help="of the prefill workers, were nothing cached")
     asked = parser.parse_args()
     for workers in map(int, asked.workers.split(",")):
-        measure(workers, asked.blocks)
+        measure(workers, asked.blocks, asked.link_gbit * 1e9 / 8, asked.load)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -36,6 +36,21 @@ ANYWHERE = -1
 _COLUMNS = ("told", "token_bytes", "nbytes", "seconds", "heard", "pace", "until")
 
 
+class _Table(NamedTuple):
+    """What of all pairs of some rows changes only with the workers there, as the arrays of these rows do.
+
+    Attributes:
+        partners, rows: of decode and prefill workers.
+        told: seconds of a byte by what both ends tell.
+        places: of the pairs in what is kept by pair.
+    """
+
+    partners: Rows
+    rows: Rows
+    told: Floats
+    places: Rows
+
+
 class Links:
     """By row of the fleet; pairs by the row of the decode worker and that of the prefill worker.
 
@@ -43,7 +58,7 @@ class Links:
         told: seconds of a byte, by its own word; 0 where it tells nothing.
         token_bytes: bytes of a token's K and V.
         nbytes, seconds, heard: what landed there and how long that took, as of its last heartbeat; it fades.
-        pace: seconds of a byte there, whoever it comes from.
+        pace: seconds of a byte there, whoever it comes from; 0 of a row that was not heard of.
         until: when it has carried all that this router has sent over it, as that was predicted.
     """
 
@@ -58,20 +73,20 @@ class Links:
     def __init__(self, rows: int) -> None:
         for name in _COLUMNS:
             setattr(self, name, np.zeros(rows))
-        self.pace += 1.0 / ASSUMED
         self._host: Rows = np.full(rows, ANYWHERE, dtype=np.int64)
         self._several = False
         # Pages of zeros cost nothing until a pair is written.
         self._pair_bytes, self._pair_seconds = (np.zeros((rows, rows), np.float32) for _ in range(2))
         self._pair_heard = np.zeros((rows, rows))
         self._slowest, self._slowest_at = 0.0, -math.inf
+        self._table: _Table | None = None
 
     def grow(self, rows: int) -> None:
         """There are more rows."""
         more = rows - len(self.told)
+        self._table = None
         for name in _COLUMNS:
             setattr(self, name, np.concatenate((getattr(self, name), np.zeros(more))))
-        self.pace[-more:] = 1.0 / ASSUMED
         self._host = np.concatenate((self._host, np.full(more, ANYWHERE, dtype=np.int64)))
         for name in ("_pair_bytes", "_pair_seconds", "_pair_heard"):
             before = getattr(self, name)
@@ -89,6 +104,7 @@ class Links:
     def know(self, row: int, profile: WorkerProfile) -> None:
         """A worker is what its profile says."""
         layout = profile.layout
+        self._table = None
         self.token_bytes[row] = layout.block_bytes / layout.block_size
         self.told[row] = 1.0 / profile.link_rate if profile.link_rate > 0.0 else 0.0
         self._host[row] = _host_of(profile)
@@ -131,16 +147,23 @@ class Links:
 
     def paces(self, partners: Rows, rows: Rows, now: float) -> Floats:
         """Seconds of a byte to each of ``partners`` (decode) from each of ``rows`` (prefill)."""
+        table = self._table
+        if table is None or table.partners is not partners or table.rows is not rows:
+            table = self._table = self._tabled(partners, rows)
+        keeps = np.exp((self.heard[partners] - now) / FADE)
+        nbytes, seconds = keeps * self.nbytes[partners], keeps * self.seconds[partners]
+        landed = _mixed(table.told, nbytes[:, None], seconds[:, None])
+        keeps = np.exp((self._pair_heard.take(table.places) - now) / FADE)
+        crossed, took = self._pair_bytes.take(table.places), self._pair_seconds.take(table.places)
+        paces: Floats = _mixed(landed, keeps * crossed, keeps * took)
+        return paces
+
+    def _tabled(self, partners: Rows, rows: Rows) -> _Table:
         there, here = self._host[partners][:, None], self._host[rows]
         told = np.maximum(self.told[partners][:, None], self.told[rows])
         near = ((there == here) & (there != 0)) | (there == ANYWHERE)
         told = np.where(near | (told == 0.0), 1.0 / ASSUMED, told)
-        keeps = np.exp((self.heard[partners] - now) / FADE)
-        landed = _mixed(told, (keeps * self.nbytes[partners])[:, None], (keeps * self.seconds[partners])[:, None])
-        pairs = np.ix_(partners, rows)
-        keeps = np.exp((self._pair_heard[pairs] - now) / FADE)
-        paces: Floats = _mixed(landed, keeps * self._pair_bytes[pairs], keeps * self._pair_seconds[pairs])
-        return paces
+        return _Table(partners, rows, told, partners[:, None] * len(self.told) + rows)
 
     def pair(self, prefill: int, decode: int, now: float) -> float:
         """The same of one pair."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import numpy as np
 import pytest
 from worker_facts import LAYOUT, beating, fleet_of, paced
@@ -137,7 +138,27 @@ def test_rows_are_kept_when_there_are_more_workers_than_there_were_rows() -> Non
     fleet.see([*hosts(GBIT, GBIT), *(paced(f"x{number}", "decode") for number in range(80))], 1.0)
     assert rate(fleet, now=1.0) == pytest.approx(before)
     assert len(fleet.links.pace) == len(fleet)
-    assert fleet.links.pace.min() > 0.0
+    assert fleet.links.pace[[fleet.row(f"x{number}") for number in range(80)]].min() > 0.0
+
+
+def test_rows_of_nobody_count_for_no_link() -> None:
+    # Whoever is known is fast: no blocks can be so late that each pair would have to be looked at.
+    fast = 100 * GBIT
+    workers = hosts(fast, fast)
+    fleet = fleet_of(workers)
+    for worker in workers:
+        fleet.links.hear(fleet.row(worker.peer.name), None, worker.load, 0.0)
+    assert fleet.links.pace.size > len(workers)
+    assert fleet.links.most(0.0) == pytest.approx(1 / fast)
+
+
+def test_what_is_kept_of_pairs_goes_with_what_workers_tell() -> None:
+    here, there = hosts(GBIT, GBIT)
+    fleet = fleet_of([here, there])
+    rows, partners = fleet.able("prefill"), fleet.able("decode")
+    assert fleet.links.paces(partners, rows, 0.0) == pytest.approx(1 / GBIT)
+    fleet.links.know(fleet.row("d0"), msgspec.structs.replace(there.profile, link_rate=GBIT / 4))
+    assert fleet.links.paces(partners, rows, 0.0) == pytest.approx(4 / GBIT)
 
 
 @pytest.mark.parametrize("address", ["shm://abc", "inproc://7", "tcp://[::1", "", "ucx://10.0.0.2:1"])
