@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from cluster.member import is_member
 from cluster.model_store import resolve_model
 from cluster.ownership import check_ownership
 from cluster.phases import PhaseClock, spelled
-from cluster.placement import lacking, machines_of, spread_out
+from cluster.placement import Resources, amounts, lacking, machines_of, spread_out
 from cluster.plan import ROUTER_NAME, ActorOrder, check_orders, planned_orders, router_order, worker_orders
 from cluster.port import bound_port
 from cluster.progress import Progress, Step, silent
@@ -93,7 +94,8 @@ def down(name: str, progress: Progress = silent, *, store: StateStore | None = N
             except ClusterError:
                 if not node.owned:
                     raise
-        progress(Step(actor="ray", stage="stopping"))
+        if node.owned:
+            progress(Step(actor="ray", stage="stopping"))
         stop_node(node)
     store.remove(name)
     progress(Step(actor="cluster", stage="down", fraction=1.0))
@@ -115,6 +117,7 @@ class _BringUp:
         self._model, self._clock = model, clock
         self._deadline = time.monotonic() + config.ray.start_timeout
         self._pids: dict[str, int] = {}
+        self._wanted: dict[str, Resources] = {}
 
     def run(self) -> ClusterState:
         config = self._config
@@ -141,6 +144,7 @@ class _BringUp:
                 wire=SPOKEN,
             )
             # All at once: a worker knows where the router will be, and its connection waits for it.
+            self._wanted = {order.name: order.reserved for order in (router, *workers)}
             nodes = {} if node.owned else spread_out(workers, machines_of(ray))
             handles = {order.name: self._place(ray, order, nodes.get(order.name)) for order in (router, *workers)}
             order = SupervisorOrder(
@@ -193,6 +197,10 @@ class _BringUp:
         finally:
             withdraw(config)
 
+    def _no_room(self, placing: Iterable[str], ray: Any) -> str:
+        told = "".join(f"; {name} wants {amounts(self._wanted[name])}" for name in sorted(placing))
+        return told and f"{told}; Ray has left: {amounts(ray.available_resources())}"
+
     def _place(self, ray: Any, order: ActorOrder, node: str | None) -> Any:
         self._progress(Step(actor=order.name, stage="placing"))
         try:
@@ -215,7 +223,7 @@ class _BringUp:
                     calls[handles[name].status.remote()] = name
             if calls and time.monotonic() > self._deadline:
                 late = ", ".join(f"{name} ({last[name]})" for name in sorted(calls.values()))
-                hint = f"; Ray has {ray.available_resources()} left" if "placing" in late else ""
+                hint = self._no_room({name for name in calls.values() if last[name] == "placing"}, ray)
                 # What has no process yet would not hear that it is to stop in good order.
                 _kill(ray, {name: handles[name] for name in {*calls.values()} - {*self._pids}}, self._state)
                 raise StartFailed(f"not ready within {self._config.ray.start_timeout:g} s: {late}{hint}")

@@ -17,6 +17,8 @@ from cluster.config import ClusterConfig
 from cluster.plan import ActorOrder
 
 Resources = Mapping[str, float]
+_INTERNAL = frozenset({"memory", "object_store_memory", "node:__internal_head__"})
+LOOPBACK = ("127.", "::1")
 NAMED_AT_MOST = 4
 """Machines whose addresses are told in one line."""
 
@@ -76,7 +78,14 @@ def lacking(config: ClusterConfig, machines: Sequence[Machine]) -> str:
 def _short(wanted: int, there: Sequence[Machine], by: str) -> str:
     if len(there) >= wanted:
         return ""
-    return f"{wanted} machines ({by}), {len(there)} there{_named(each.address for each in there)}"
+    return f"{wanted} machines ({by}), {len(there)} there{_named(each.address for each in there)}{_alone(there)}"
+
+
+def _alone(there: Sequence[Machine]) -> str:
+    """Why no other machine can join, where the one that is there says so itself."""
+    if not there or not all(each.address.startswith(LOOPBACK) for each in there):
+        return ""
+    return ", which no other machine reaches: start Ray's head with --node-ip-address"
 
 
 def _named(addresses: Iterable[str]) -> str:
@@ -132,6 +141,12 @@ def unused_line(addresses: Sequence[str]) -> str:
         f"machines of Ray without a process of this cluster{_named(addresses)}; nothing moves there by itself, new "
         "workers may go there: kvferry scale, kvferry restart"
     )
+
+
+def amounts(resources: Resources) -> str:
+    """Resources as a person wants them told; Ray's own bookkeeping is left out."""
+    told = {name: amount for name, amount in resources.items() if name not in _INTERNAL and amount}
+    return ", ".join(f"{name} {amount:g}" for name, amount in sorted(told.items())) or "nothing"
 
 
 def _covers(there: Resources, wanted: Resources) -> bool:

@@ -52,6 +52,14 @@ def test_what_a_file_waits_for(text: str, there: int, awaited: str) -> None:
     assert bool(found) == bool(awaited)
 
 
+def test_a_machine_that_no_other_reaches_is_told_of() -> None:
+    config = file("ray: {address: auto, machines: 2}")
+    alone = Machine("n1", "127.0.0.1", {"CPU": 4.0}, {"CPU": 4.0})
+    assert "1 there: 127.0.0.1, which no other machine reaches" in lacking(config, [alone])
+    assert "reaches" not in lacking(config, [machine(1)])
+    assert "reaches" not in lacking(config, [])
+
+
 def test_a_machine_that_no_worker_fits_on_is_not_counted() -> None:
     config = file("decode: {replicas: 2, placement: spread, resources: {rdma: 1}}\nray: {address: auto}")
     with_rdma = Machine("n9", "10.0.0.9", {"rdma": 1.0}, {})

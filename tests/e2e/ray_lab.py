@@ -115,8 +115,7 @@ class RayLab:
         assert config["provider"] == {"type": "local", "head_ip": head, "worker_ips": workers}
         config["auth"]["ssh_private_key"] = str(self._folder / "key")
         for role, flags in (
-            # Ray would ask a server of its own choice which address it has.
-            ("head", f"--num-cpus=0 --include-dashboard=false --node-ip-address={head}"),
+            ("head", "--num-cpus=0 --include-dashboard=false"),
             ("worker", offered),
         ):
             commands = config[f"{role}_start_ray_commands"]

@@ -63,8 +63,8 @@ async def test_the_text_is_right_and_the_link_may_be_cut_in_the_middle(
             assert not task.done()
         answer = await task
         assert answer.token_ids == truths[-1]
-        # The ship was given up. What it had left to the system may land once the link is back, and then decode, which has
-        # the hand-over, goes on with that; else another attempt has begun.
+        # The ship was given up. What it had left to the system may land once the link is back, and then decode, which
+        # has the hand-over, goes on with that; else another attempt has begun.
         assert prefill.transfer().ended["broken"] == 1
         await running.settle()
         assert (await running.ask(asked[2])).token_ids == truths[2]
