@@ -118,7 +118,7 @@ def test_a_node_of_our_own_is_one_machine() -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(700)
 def test_up_waits_for_the_second_machine_and_status_tells_of_a_third(
     tiny_llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,13 +136,13 @@ def test_up_waits_for_the_second_machine_and_status_tells_of_a_third(
         config = parse_config(
             f"name: growing\nmodel: {tiny_llama_dir}\nserved_name: tiny\nengine: {{num_blocks: 64, block_size: 8}}\n"
             "prefill: {placement: spread}\ndecode: {placement: spread}\nrouter: {port: 0}\n"
-            f"ray: {{address: '{ray.address}', machines: 2, start_timeout: 120}}"
+            f"ray: {{address: '{ray.address}', machines: 2, start_timeout: 300}}"
         )
         coming = pool.submit(up, config, progress, store=store)
         assert waits.wait(60), steps
         assert not [step for step in steps if step.stage == "placing"]
         ray.grow()
-        coming.result(150)
+        coming.result(330)
         try:
             report = cluster_report("growing", store=store)
             nodes = {actor.status.name: actor.status.node for actor in report.actors}

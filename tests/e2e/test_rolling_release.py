@@ -22,7 +22,7 @@ from protocol.codec import SPOKEN
 from protocol.versions import UNTOLD
 from router.client import Client
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 TOKENS = 12
 CLIENTS = 3
@@ -33,7 +33,7 @@ served_name: tiny
 engine: {{dtype: float32, num_blocks: 64, block_size: 8}}
 router: {{port: 0, limits: {{worker_timeout: 20.0, step_age_bound: 60.0}}}}
 scale: {{drain_timeout: 30.0}}
-ray: {{cpus: 2}}
+ray: {{cpus: 2, start_timeout: 300}}
 """
 
 
@@ -86,7 +86,7 @@ class Release:
         environment = os.environ | {"PYTHONPATH": str(self._place), "KVFERRY_STATE_DIR": str(self._folder / "state")}
         command = [sys.executable, "-m", "cluster", *words]
         done = subprocess.run(
-            command, env=environment, cwd=self._folder, capture_output=True, text=True, timeout=240, check=False
+            command, env=environment, cwd=self._folder, capture_output=True, text=True, timeout=360, check=False
         )
         assert done.returncode == 0, done.stderr
 
