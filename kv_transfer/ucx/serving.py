@@ -185,7 +185,7 @@ class Serving:
                     f"part {part.index} of ship {part.ship:x} has not the checksum that it was sent with"
                 )
                 window.abandon(part, damage)
-                answer = wire.pack_answer(part, Verdict.DAMAGED, damage.message)
+                raise damage
             else:
                 landed = window.complete(part, time.monotonic())
                 answer = wire.pack_answer(part, Verdict.LANDED)
