@@ -109,8 +109,7 @@ def lateness(fleet: Fleet, told: Forecast, rows: Rows, partners: Rows) -> Floats
     """
     links, now = fleet.links, told.now
     nbytes, computes = told.missing[partners] * links.token_bytes[partners], told.compute[rows]
-    ahead = max(0.0, float(links.until[partners].max()) - now, float(links.until[rows].max()) - now)
-    if float(nbytes.max()) * links.most(now) + ahead <= float(computes.min()):
+    if links.in_time(float(nbytes.max()), float(computes.min()), partners, rows, now):
         return None
     return late_pairs(links, nbytes, computes, told.ttft[rows], rows, partners, now)
 

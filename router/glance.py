@@ -62,10 +62,7 @@ def _late(
 ) -> list[list[float]] | None:
     """See :func:`~router.forecast.lateness`; of all workers."""
     links, rows, partners = fleet.links, fleet.able("prefill"), fleet.able("decode")
-    until = links.until.tolist()
-    ahead = max(0.0, max([until[row] for row in fleet.takers("decode")]) - now)
-    ahead = max(ahead, max([until[row] for row in fleet.takers("prefill")]) - now)
-    if max(nbytes) * links.most(now) + ahead <= min(compute):
+    if links.in_time(max(nbytes), min(compute), partners, rows, now):
         return None
     times = np.array(compute), np.array([numbers[2] for numbers in here])
     late: list[list[float]] = late_pairs(links, np.array(nbytes), *times, rows, partners, now).tolist()

@@ -145,6 +145,11 @@ class Links:
         """Seconds until both ends of a pair have carried what this router has sent over them."""
         return max(0.0, float(self.until[prefill]) - now, float(self.until[decode]) - now)
 
+    def in_time(self, nbytes: float, seconds: float, partners: Rows, rows: Rows, now: float) -> bool:
+        """Whether so many bytes cross in so many seconds for certain, whichever two of them they cross between."""
+        ahead = max(0.0, float(self.until[partners].max()) - now, float(self.until[rows].max()) - now)
+        return nbytes * self.most(now) + ahead <= seconds
+
     def paces(self, partners: Rows, rows: Rows, now: float) -> Floats:
         """Seconds of a byte to each of ``partners`` (decode) from each of ``rows`` (prefill)."""
         table = self._table
