@@ -77,8 +77,15 @@ def up(
         raise
 
 
-def down(name: str, progress: Progress = silent, *, store: StateStore | None = None) -> None:
+def down(name: str, progress: Progress = silent, *, store: StateStore | None = None, forget: bool = False) -> None:
     """Bring a cluster down: stop its actors in good order, then whatever is left of them and of its own Ray node.
+
+    Args:
+        name: of the cluster.
+        progress: told of each step.
+        store: where the cluster is recorded.
+        forget: clear its record also where the Ray cluster that it joined cannot be reached; what is left there of it
+            goes on.
 
     Raises:
         ClusterNotFound: no such cluster.
@@ -91,9 +98,13 @@ def down(name: str, progress: Progress = silent, *, store: StateStore | None = N
         if (node.address or not node.owned) and state.actors and node_alive(node):
             try:
                 _stop_actors(state, node, progress)
-            except ClusterError:
+            except ClusterError as error:
+                if not node.owned and not forget:
+                    raise ClusterError(
+                        f"{error.message}; when that Ray is gone for good: kvferry down {name} --forget"
+                    ) from error
                 if not node.owned:
-                    raise
+                    progress(Step(actor="cluster", stage=f"forgotten, not stopped: {error.message}"))
         if node.owned:
             progress(Step(actor="ray", stage="stopping"))
         stop_node(node)
