@@ -61,7 +61,7 @@ def restart(
             raise ClusterError(f"Ray keeps no record of cluster {name!r}: kvferry down {name}, and up again")
         present = record.config
         if config is not None:
-            _check_standing(config, present)
+            check_standing(config, present)
         state = _with_spare_hub(state, present, store)
         _replace_supervisor(ray, asked, state, present, progress)
         asked.ask("restart", msgspec.json.encode(config))
@@ -74,7 +74,8 @@ def restart(
         return report
 
 
-def _check_standing(config: ClusterConfig, present: ClusterConfig) -> None:
+def check_standing(config: ClusterConfig, present: ClusterConfig) -> None:
+    """Raise ConfigError, with the field, where ``config`` changes what a cluster that is up was told for good."""
     for section in ("name", "model", "served_name", "ray"):
         if getattr(config, section) != getattr(present, section):
             raise _stands(section)
