@@ -139,11 +139,6 @@ class Supervision:
         return not any(self._outdated(role) or self._lacks(role) for role in self._record.wanted)
 
     @property
-    def routers(self) -> set[str]:
-        """Names of all routers, also of one that leaves."""
-        return {member.record.name for member in self._of("router")}
-
-    @property
     def newest_router(self) -> str | None:
         """The one that began last of those that serve."""
         serving = [member.record for member in self._of("router") if member.serves]
@@ -399,8 +394,5 @@ class Supervision:
         """Members whose life is of an earlier configuration, and shall end; routers' only once no worker's is."""
         if role == "router" and any(self._outdated(each) for each in ROLES):
             return []
-        return [
-            member
-            for member in self._staying(role)
-            if member.record.revision < self._record.revision and not member.record.fixed
-        ]
+        last = self._record.revision
+        return [each for each in self._staying(role) if each.record.revision < last and not each.record.fixed]

@@ -180,8 +180,7 @@ class Supervisor:
 
     def _fixed(self, supervision: Supervision) -> list[str]:
         """Routers of a release that could not share a port."""
-        names = [member.record.name for member in supervision.members if member.record.role == "router"]
-        return [name for name in names if not self._crew.can(name, "hand_over")]
+        return [name for name in _routers(supervision) if not self._crew.can(name, "hand_over")]
 
     def rescale(self, scale: bytes) -> bytes:
         """Have workers come and go by another ``scale`` section; gives an :class:`Answer`."""
@@ -261,8 +260,8 @@ class Supervisor:
                 self._store._internal_kv_put(key, value, True, namespace=STORE_NAMESPACE)
             case Create(member):
                 assert self._supervision is not None
-                others = self._supervision.routers - {member.name}
-                order = self._order.order(member, self._supervision.record.config, min(others, default=""))
+                others = (name for name in _routers(self._supervision) if name != member.name)
+                order = self._order.order(member, self._supervision.record.config, next(others, ""))
                 self._crew.create(order, self._supervision.fellows(member.name))
             case Drain(name, timeout):
                 self._crew.drain(name, timeout)
@@ -302,6 +301,11 @@ class Supervisor:
             members=tuple(members),
             pid=os.getpid(),
         )
+
+
+def _routers(supervision: Supervision) -> list[str]:
+    """Names of all routers, also of one that leaves."""
+    return [member.record.name for member in supervision.members if member.record.role == "router"]
 
 
 def _limit(supervision: Supervision, timeout: float | None) -> float:
