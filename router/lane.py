@@ -13,8 +13,9 @@ from router.role_pace import Line
 SHORTEST = 1e-9
 """Seconds that a token takes at least."""
 PASSED = 0.75
-"""Share of what is at the head of a queue that counts as done at most, as long as a prompt of this router's is there: who
-is overdue is not free, and no equal of those that have nothing to do. What others had may be over already."""
+"""Share of what is at the head of a queue that counts as done at most, as long as a prompt of this router's is there.
+
+Who is overdue is not free, and no equal of those that have nothing to do. What others had may be over already."""
 
 
 @dataclass(slots=True)
