@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
+from cluster.collector import hold, keep
 from cluster.hosting import Host, HostState, Service
 from cluster.log_format import set_up_logging
 from cluster.phases import Phase, process_age
@@ -98,7 +99,8 @@ class ServiceActor:
         set_up_logging(self._order.name, logs.format, logs.level)
         self._address = ray.util.get_node_ip_address()
         self._node = ray.get_runtime_context().get_node_id()
-        self._host = Host(self._order.name, self._make, on_fatal=_end_process, on_left=_leave)
+        hold()
+        self._host = Host(self._order.name, self._make, on_up=keep, on_fatal=_end_process, on_left=_leave)
         self._host.begin()
 
     async def status(self) -> bytes:
@@ -189,6 +191,7 @@ class WorkerActor(ServiceActor):
         assert self._next is not None, "set before the host is told"
         self._order, self._next = self._next, None
         self._drained, self._before = False, ()
+        hold()
         return self._make()
 
     def build(self, order: ActorOrder, model: Path, host: str) -> Service:
