@@ -130,6 +130,7 @@ class _BringUp:
         node = self._node()
         self._clock.enter("connection to it", time.monotonic())
         with connect(node, config.name) as ray:
+            self._progress(Step(actor="ray", stage="ready", fraction=1.0))
             self._await_machines(ray)
             self._clock.enter("processes", time.monotonic())
             here = "127.0.0.1" if node.owned else ray.util.get_node_ip_address()
@@ -172,12 +173,12 @@ class _BringUp:
     def _node(self) -> NodeState:
         section = self._config.ray
         if section.address is not None:
+            self._progress(Step(actor="ray", stage=f"connecting to {section.address}"))
             node = NodeState(address=section.address)
         else:
             self._progress(Step(actor="ray", stage="starting"))
             node = start_node(section, lambda begun: self._record(node=begun), timeout=self._left())
         self._record(node=node)
-        self._progress(Step(actor="ray", stage="ready", fraction=1.0))
         return node
 
     def _await_machines(self, ray: Any) -> None:

@@ -41,6 +41,7 @@ class ActorOrder(msgspec.Struct, frozen=True, kw_only=True):
         threads: compute threads.
         secret: what every process of the cluster must know to be spoken with.
         incarnation: of this life of the name.
+        restarted: whether a process that was made for the same member has died.
     """
 
     name: str
@@ -52,6 +53,7 @@ class ActorOrder(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 1
     secret: str = ""
     incarnation: int = 1
+    restarted: bool = False
 
     def __repr__(self) -> str:
         # Whatever is logged or raised with an order in it must not tell the secret.
@@ -87,7 +89,7 @@ class ActorOrder(msgspec.Struct, frozen=True, kw_only=True):
         return {"OMP_NUM_THREADS": str(self.threads)}
 
 
-def router_order(config: ClusterConfig, port: int, hub_port: int, secret: str = "", incarnation: int = 1) -> ActorOrder:
+def router_order(config: ClusterConfig, port: int, hub_port: int, secret: str = "") -> ActorOrder:
     """The order of the one router; ``secret`` is the whole cluster's."""
     return ActorOrder(
         name=ROUTER_NAME,
@@ -96,7 +98,6 @@ def router_order(config: ClusterConfig, port: int, hub_port: int, secret: str = 
         port=port,
         hub_port=hub_port,
         secret=secret,
-        incarnation=incarnation,
     )
 
 
@@ -116,7 +117,6 @@ def worker_order(
     role: Literal["prefill", "decode"],
     routers: tuple[str, ...],
     secret: str = "",
-    incarnation: int = 1,
 ) -> ActorOrder:
     """The order of one worker; ``secret`` is the whole cluster's."""
     return ActorOrder(
@@ -126,7 +126,6 @@ def worker_order(
         routers=routers,
         threads=_threads(config, role),
         secret=secret,
-        incarnation=incarnation,
     )
 
 

@@ -67,8 +67,10 @@ class SupervisorOrder(msgspec.Struct, frozen=True, kw_only=True):
     def order(self, member: MemberRecord, config: ClusterConfig) -> ActorOrder:
         """What a new life of ``member`` is told."""
         if member.role == "router":
-            return router_order(config, self.port, self.hub_port, self.secret, member.incarnation)
-        return worker_order(config, member.name, member.role, self.routers, self.secret, member.incarnation)
+            order = router_order(config, self.port, self.hub_port, self.secret)
+        else:
+            order = worker_order(config, member.name, member.role, self.routers, self.secret)
+        return msgspec.structs.replace(order, incarnation=member.incarnation, restarted=member.lives > 1)
 
 
 class MemberReport(msgspec.Struct, frozen=True, kw_only=True):
