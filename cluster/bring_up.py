@@ -199,7 +199,9 @@ class _BringUp:
             withdraw(config)
 
     def _no_room(self, placing: Iterable[str], ray: Any) -> str:
-        told = "".join(f"; {name} wants {amounts(self._wanted[name])}" for name in sorted(placing))
+        # What wants nothing has room, and only takes its time.
+        hungry = sorted(name for name in placing if any(self._wanted[name].values()))
+        told = "".join(f"; {name} wants {amounts(self._wanted[name])}" for name in hungry)
         return told and f"{told}; Ray has left: {amounts(ray.available_resources())}"
 
     def _place(self, ray: Any, order: ActorOrder, node: str | None) -> Any:
