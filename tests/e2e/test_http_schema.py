@@ -53,7 +53,7 @@ def sensible(body: dict[str, Any], path: str, chance: int) -> dict[str, Any]:
         near.pop("messages", None)
         near["prompt"] = "the ferry"
     if isinstance(near.get("tokens"), list):
-        near["tokens"] = [token % 256 for token in near["tokens"]]
+        near["tokens"] = [token % 256 if isinstance(token, int) else token for token in near["tokens"]]
     if not path.startswith("/v1"):
         return near
     if isinstance(near.get("messages"), list):
