@@ -362,11 +362,8 @@ class Supervision:
             if member.state is MemberState.MISSING and now >= member.due:
                 incarnation = self._record.incarnations + 1
                 self._record = msgspec.structs.replace(self._record, incarnations=incarnation)
-                begun = {
-                    "incarnation": incarnation,
-                    "lives": member.record.lives + 1,
-                    "revision": self._record.revision,
-                }
+                revision, lives = self._record.revision, member.record.lives + 1
+                begun = {"incarnation": incarnation, "revision": revision, "lives": lives}
                 member.record = msgspec.structs.replace(member.record, fixed=False, **begun)
                 member.move(MemberEvent.CREATED, now)
                 member.seen = Sight.PLACING
