@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from oracle import Oracle
+from pace import allowed
 from rack import Rack, rack, until
 from test_handoff_faults import check_alive, prompt_of
 
@@ -79,7 +80,7 @@ async def test_a_prompt_longer_than_a_worker_takes_is_refused_and_never_begun(
         if refuses != "prefill":
             decode._max_model_len = PROMPT - 1
         # The client hears of it within a second, and within another nothing is left.
-        async with asyncio.timeout(1.0):
+        async with asyncio.timeout(allowed(1.0)):
             with pytest.raises(ContextLengthExceeded, match=r"tokens, this model takes"):
                 await running.ask(prompt_of(tiny_oracle, PROMPT))
         await running.settle(1.0)
