@@ -53,6 +53,7 @@ class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
         incarnation: of this life of the name; the first one's is 1. A worker that takes another role begins a new one.
         draining: whether it takes no new work.
         restarted: whether a process that was made for the same member has died.
+        shares_port: whether it is a router that can hand its listening socket to the next one.
         phases: how long each phase of its start took, from the start of its process, or from when it had drained for
             another role; those that are over.
     """
@@ -68,6 +69,7 @@ class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int = 0
     draining: bool = False
     restarted: bool = False
+    shares_port: bool = False
     phases: tuple[Phase, ...] = ()
     node: str = ""
 
@@ -133,6 +135,7 @@ class ServiceActor:
                 incarnation=self._order.incarnation,
                 draining=self._drained,
                 restarted=self._order.restarted,
+                shares_port=self._order.role == "router",
                 phases=(*self._before, *host.phases),
                 node=self._node,
             )

@@ -16,6 +16,9 @@ from cluster.member import MemberRecord, Sight
 from cluster.placement import least_used, machines_of
 from cluster.plan import ActorOrder
 
+ANSWER_SECONDS = 30.0
+"""Within which a process says how it is, however busy its machine."""
+
 
 class Crew:
     """See the module.
@@ -56,12 +59,21 @@ class Crew:
         except ValueError:  # Ray's word for a name that is taken: the former life is not buried yet
             traceback.print_exc()
 
-    def can(self, name: str, method: str) -> bool:
-        """Whether a process has such a method, by the class that it was made of; one that is not there may have any."""
+    def shares_port(self, name: str) -> bool:
+        """Whether a router says that it can share its port; one that is not there is in no other's way.
+
+        It is asked for itself: methods of a handle are those of the class that is installed here, whichever it runs.
+        """
         try:
-            return hasattr(self._handles.get(name) or self._ray.get_actor(name), method)
+            handle = self._handles.get(name) or self._ray.get_actor(name)
+            told = self._ray.get(handle.status.remote(), timeout=ANSWER_SECONDS)
         except ValueError:
             return True
+        except self._ray.exceptions.GetTimeoutError:
+            return False  # it may serve all the same
+        except self._ray.exceptions.RayError:
+            return True
+        return msgspec.json.decode(told, type=ActorStatus).shares_port
 
     def drain(self, name: str, timeout: float) -> None:
         """Ask a process to leave."""

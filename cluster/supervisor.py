@@ -182,7 +182,7 @@ class Supervisor:
 
     def _fixed(self, supervision: Supervision) -> list[str]:
         """Routers of a release that could not share a port."""
-        return [name for name in _routers(supervision) if not self._crew.can(name, "hand_over")]
+        return [name for name in _routers(supervision) if not self._crew.shares_port(name)]
 
     def rescale(self, scale: bytes) -> bytes:
         """Have workers come and go by another ``scale`` section; gives an :class:`Answer`."""
