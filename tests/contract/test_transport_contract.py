@@ -9,6 +9,7 @@ import weakref
 import numpy as np
 import pytest
 from ferry import BIND, GENERATION, NOBODY, ONE_STREAM, POISON, SHALLOW, Harbor, Quay, as_pool, until
+from pace import allowed
 
 from engine.shared_memory import allocate
 from kv_transfer.plan import plan
@@ -30,6 +31,7 @@ LARGE = 512 << 10
 MANY = 64
 """MANY blocks of LARGE bytes: long enough under way to be met in the middle, and two parts where there are streams."""
 TRIES = 40
+TOO_SOON = "the ship was over too soon every time"
 
 
 async def meet_midway(harbor: Harbor, quay: Quay) -> tuple[bytes, asyncio.Task[object]]:
@@ -44,7 +46,7 @@ async def meet_midway(harbor: Harbor, quay: Quay) -> tuple[bytes, asyncio.Task[o
             return ticket, task
         await task
         await harbor.receiver.close_window(ticket)
-    pytest.fail("the ship was over too soon every time")
+    pytest.fail(TOO_SOON)
 
 
 async def test_bytes_arrive_where_they_belong(scheme, harbor, quay):
@@ -190,12 +192,12 @@ async def closed_midway(harbor: Harbor, quay: Quay) -> asyncio.Task[object]:
     """A ship whose window was closed while it was under way."""
     for _ in range(TRIES):
         ticket, task = await meet_midway(harbor, quay)
-        await asyncio.wait_for(harbor.receiver.close_window(ticket), 1.0)
+        await asyncio.wait_for(harbor.receiver.close_window(ticket), allowed(1.0))
         if (harbor.pool[:, -1] == POISON).any():
             return task
         # It came in whole between the look and the close, and landed if the receiver had noticed that by then.
         await asyncio.gather(task, return_exceptions=True)
-    pytest.fail("the ship was over too soon every time")
+    pytest.fail(TOO_SOON)
 
 
 async def test_closing_a_window_in_mid_ship_stops_every_byte(scheme, harbor, quay):
@@ -241,13 +243,12 @@ async def test_closing_after_a_ship_and_closing_twice(scheme, harbor, quay):
 @pytest.mark.parametrize("config", [SHALLOW, ONE_STREAM], ids=["streams", "one stream"])
 async def test_after_an_abort_the_source_may_change(scheme, harbor, quay, config):
     here, there = quay(scheme, MANY, LARGE, config), harbor(scheme, MANY, LARGE)
-    before = here.pool.copy()
-    for _ in range(3):
+    before, aborted = here.pool.copy(), 0
+    for _ in range(TRIES):
         ticket, task = await meet_midway(there, here)
-        await asyncio.wait_for(here.sender.abort(ticket), 1.0)
+        await asyncio.wait_for(here.sender.abort(ticket), allowed(1.0))
         here.pool[:] = 1
-        with pytest.raises(ChannelLost, match="aborted"):
-            await task
+        (end,) = await asyncio.gather(task, return_exceptions=True)
         if config is ONE_STREAM:
             await until(lambda: there.broken or there.landed)
         await there.receiver.close_window(ticket)
@@ -256,9 +257,17 @@ async def test_after_an_abort_the_source_may_change(scheme, harbor, quay, config
         # The last bytes may have been in the sockets already; then, and only then, it is whole.
         assert written.all() or not there.landed
         assert {lost for lost, _ in there.broken} <= {ticket}
-        there.landed.clear()
         there.broken.clear()
         here.pool[:] = before
+        # It may have been over between the look and the abort.
+        if isinstance(end, Exception):
+            with pytest.raises(ChannelLost, match="aborted"):
+                raise end
+            aborted += 1
+        if aborted == 3:
+            break
+    else:
+        pytest.fail(TOO_SOON)
 
 
 async def test_an_aborted_ticket_ships_no_more(scheme, harbor, quay):
@@ -312,13 +321,20 @@ async def test_nobody_there(scheme, quay):
 
 
 async def test_a_receiver_closed_in_mid_ship(scheme, harbor, quay):
-    here, there = quay(scheme, MANY, LARGE), harbor(scheme, MANY, LARGE)
-    _, task = await meet_midway(there, here)
-    await asyncio.wait_for(there.receiver.close(), 5.0)
-    there.poison()
-    with pytest.raises((ChannelLost, TicketRejected)):
-        await task
-    assert there.poisoned
+    here = quay(scheme, MANY, LARGE)
+    for _ in range(TRIES):
+        there = harbor(scheme, MANY, LARGE)
+        _, task = await meet_midway(there, here)
+        await asyncio.wait_for(there.receiver.close(), allowed(5.0))
+        there.poison()
+        (end,) = await asyncio.gather(task, return_exceptions=True)
+        assert there.poisoned
+        # It may have been over between the look and the close.
+        if isinstance(end, Exception):
+            assert isinstance(end, ChannelLost | TicketRejected)
+            break
+    else:
+        pytest.fail(TOO_SOON)
     with pytest.raises(ChannelLost):
         there.open([1])
     with pytest.raises(ChannelLost):
@@ -327,12 +343,21 @@ async def test_a_receiver_closed_in_mid_ship(scheme, harbor, quay):
 
 
 async def test_a_sender_closed_in_mid_ship(scheme, harbor, quay):
-    here, there = quay(scheme, MANY, LARGE, ONE_STREAM), harbor(scheme, MANY, LARGE)
-    ticket, task = await meet_midway(there, here)
-    await asyncio.wait_for(here.sender.close(), 5.0)
-    with pytest.raises(ChannelLost, match="closed"):
-        await task
-    await until(lambda: there.broken or there.landed)
+    there = harbor(scheme, MANY, LARGE)
+    for _ in range(TRIES):
+        here = quay(scheme, MANY, LARGE, ONE_STREAM)
+        ticket, task = await meet_midway(there, here)
+        await asyncio.wait_for(here.sender.close(), allowed(5.0))
+        (end,) = await asyncio.gather(task, return_exceptions=True)
+        await until(lambda: there.broken or there.landed)
+        # It may have been over between the look and the close.
+        if isinstance(end, Exception):
+            with pytest.raises(ChannelLost, match="closed"):
+                raise end
+            break
+        await there.receiver.close_window(ticket)
+    else:
+        pytest.fail(TOO_SOON)
     with pytest.raises(ChannelLost, match="closed"):
         await here.ship(there.address, ticket, [(0, 0)])
     await here.sender.close()
