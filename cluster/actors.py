@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from cluster.hosting import Host, HostState, Service, StartProgress
+from cluster.hosting import Host, HostState, Service
 from cluster.log_format import set_up_logging
 from cluster.phases import Phase, process_age
 from cluster.plan import ActorOrder, decode_config, prefill_config, router_config
 
 if TYPE_CHECKING:
     from engine.engine import Engine
-    from router.server import RouterServer
 
 MAX_CALLS = 16
 """Calls of one actor at a time."""
@@ -148,7 +147,12 @@ class ServiceActor:
             _leave()
         else:
             self._drained = True
-            self._host.drain(self._order.config.scale.drain_timeout)
+            self._host.drain(self.notice)
+
+    @property
+    def notice(self) -> float:
+        """Seconds to finish what there is after SIGTERM."""
+        return self._order.config.scale.drain_timeout
 
     @property
     def _service_host(self) -> Host:
@@ -207,9 +211,23 @@ class RouterActor(ServiceActor):
 
     def build(self, order: ActorOrder, model: Path, host: str) -> Service:
         """The router, with the face of a service."""
+        import ray
+
+        from cluster.succession import RouterService, Succession
         from router.server import RouterServer
 
-        return RouterService(RouterServer(router_config(order, model, host)))
+        inherit = Succession(ray, order.predecessor) if order.predecessor else None
+        return RouterService(RouterServer(router_config(order, model, host), inherit))
+
+    @property
+    def notice(self) -> float:
+        """None: until this one is gone nobody answers at its port, for whoever ended it has made no other one."""
+        return 0.0
+
+    async def hand_over(self) -> bytes:
+        """Where another router may take the listening socket of this one, within some seconds; b"" when it has none."""
+        told = await self._service_host.call(lambda router: router.hand_over())
+        return str(told).encode()
 
     async def view(self) -> bytes:
         """A :class:`cluster.autoscale.router_view.RouterView` as JSON: what the autoscaler goes by."""
@@ -219,44 +237,6 @@ class RouterActor(ServiceActor):
         # As for a scrape: in a thread, for the router's loop has streams to serve.
         metrics = await asyncio.to_thread(server.service.metrics)
         return msgspec.json.encode({"cluster": overview, "metrics": metrics.decode()})
-
-
-class RouterService:
-    """Gives a router the face of a :class:`cluster.hosting.Service`.
-
-    Attributes:
-        server: the router.
-    """
-
-    def __init__(self, server: RouterServer) -> None:
-        self.server = server
-        self._drained = asyncio.Event()
-
-    async def start(self, progress: StartProgress | None = None) -> None:
-        """Bind both ports and serve."""
-        if progress is not None:
-            progress("binding", 0.0)
-        await self.server.start()
-
-    async def stop(self) -> None:
-        """Stop serving."""
-        await self.server.stop()
-
-    async def wait(self) -> None:
-        """Return when stopped, or to be; raise what ended it before that."""
-        ends = [asyncio.create_task(each) for each in (self.server.wait(), self._drained.wait())]
-        try:
-            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for each in ends:
-                each.cancel()
-            await asyncio.wait(ends)
-        for each in done:
-            await each
-
-    def drain(self, timeout: float) -> None:
-        """End; answers that are under way have the router's own ``stop_grace``."""
-        self._drained.set()
 
 
 def create_actor(ray: Any, order: ActorOrder, node: str | None = None) -> Any:

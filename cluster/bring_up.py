@@ -24,7 +24,7 @@ from cluster.ownership import check_ownership
 from cluster.phases import PhaseClock, spelled
 from cluster.placement import Resources, amounts, lacking, machines_of, spread_out
 from cluster.plan import ROUTER_NAME, ActorOrder, check_orders, planned_orders, router_order, worker_orders
-from cluster.port import bound_port
+from cluster.port import bound_port, free_hub_port
 from cluster.progress import Progress, Step, silent
 from cluster.ray_node import connect, log_tail, node_alive, start_node, stop_node
 from cluster.signals import uninterrupted
@@ -77,8 +77,15 @@ def up(
         raise
 
 
-def down(name: str, progress: Progress = silent, *, store: StateStore | None = None) -> None:
+def down(name: str, progress: Progress = silent, *, store: StateStore | None = None, forget: bool = False) -> None:
     """Bring a cluster down: stop its actors in good order, then whatever is left of them and of its own Ray node.
+
+    Args:
+        name: of the cluster.
+        progress: told of each step.
+        store: where the cluster is recorded.
+        forget: clear its record also where the Ray cluster that it joined cannot be reached; what is left there of it
+            goes on.
 
     Raises:
         ClusterNotFound: no such cluster.
@@ -91,9 +98,13 @@ def down(name: str, progress: Progress = silent, *, store: StateStore | None = N
         if (node.address or not node.owned) and state.actors and node_alive(node):
             try:
                 _stop_actors(state, node, progress)
-            except ClusterError:
+            except ClusterError as error:
+                if not node.owned and not forget:
+                    raise ClusterError(
+                        f"{error.message}; when that Ray is gone for good: kvferry down {name} --forget"
+                    ) from error
                 if not node.owned:
-                    raise
+                    progress(Step(actor="cluster", stage=f"forgotten, not stopped: {error.message}"))
         if node.owned:
             progress(Step(actor="ray", stage="stopping"))
         stop_node(node)
@@ -124,7 +135,8 @@ class _BringUp:
         # In the record before anybody has it: whatever joins later must know the same one.
         secret = secrets.token_hex(SECRET_BYTES)
         self._record(secret=secret)
-        router = router_order(config, *_free_ports(config, self._store), secret)
+        port, *hub_ports = _free_ports(config, self._store)
+        router = router_order(config, port, hub_ports[0], secret)
         check_orders([router], self._model)
         self._clock.enter("Ray's node", time.monotonic())
         node = self._node()
@@ -134,11 +146,13 @@ class _BringUp:
             self._clock.enter("processes", time.monotonic())
             here = "127.0.0.1" if node.owned else ray.util.get_node_ip_address()
             scheme = "https" if config.router.tls_certificate else "http"
-            workers = worker_orders(config, (f"tcp://{here}:{router.hub_port}",), secret)
+            hubs = tuple(f"tcp://{here}:{each}" for each in hub_ports)
+            workers = worker_orders(config, hubs, secret)
             self._record(
                 actors=tuple(order.name for order in (router, *workers)),
                 url=f"{scheme}://{_reachable(config.router.host, here)}:{router.port}",
-                hub=f"tcp://{here}:{router.hub_port}",
+                hub=hubs[0],
+                spare_hub=hubs[1],
                 model=config.model_name,
                 transport=config.transfer.transport,
                 wire=SPOKEN,
@@ -151,8 +165,7 @@ class _BringUp:
                 name=config.name,
                 config=config,
                 port=router.port,
-                hub_port=router.hub_port,
-                routers=workers[0].routers,
+                routers=hubs,
                 secret=secret,
             )
             # A cluster of this name that was not brought down in order would have left one.
@@ -304,7 +317,8 @@ def _stop_actors(state: ClusterState, node: NodeState, progress: Progress) -> No
         names = dict.fromkeys([*state.actors, *filter(is_member, ray.util.list_named_actors())])
         handles = {name: handle for name in names if (handle := _find(ray, name)) is not None}
         # The router first: with it gone no new request comes in.
-        for group in ([ROUTER_NAME], [name for name in handles if name != ROUTER_NAME]):
+        routers = [name for name in handles if name.startswith("router-")]
+        for group in (routers, [name for name in handles if name not in routers]):
             asked = [handles[name].stop.remote() for name in group if name in handles]
             for name in group:
                 progress(Step(actor=name, stage="stopping"))
@@ -331,19 +345,16 @@ def _find(ray: Any, name: str) -> Any:
         return None
 
 
-def _free_ports(config: ClusterConfig, store: StateStore) -> tuple[int, int]:
-    """HTTP port and hub port; fixed from now on, so that a restarted router is found again."""
+def _free_ports(config: ClusterConfig, store: StateStore) -> tuple[int, int, int]:
+    """HTTP port, hub port and spare hub port; fixed from now on, so that a restarted router is found again."""
     try:
         http = bound_port(config.router.host, config.router.port, "router.port")
     except StartFailed as error:
         holders = [name for name in store.names() if store.load(name).url.endswith(f":{config.router.port}")]
         held = f", by cluster {holders[0]!r}" if holders else ""
         raise StartFailed(f"{error.message}{held}; router: {{port: 0}} takes a free one", field=error.field) from error
-    hub = config.router.hub_port
-    while True:
-        chosen = bound_port("127.0.0.1" if config.ray.address is None else "", hub, "router.hub_port")
-        if chosen != http:
-            return http, chosen
+    hub = free_hub_port(config, {http})
+    return http, hub, free_hub_port(config, {http, hub})
 
 
 def _reachable(host: str, here: str) -> str:

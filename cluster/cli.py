@@ -127,7 +127,12 @@ def status_command(
 
 
 @app.command("down")
-def down_command(name: Name = None) -> None:
+def down_command(
+    name: Name = None,
+    forget: Annotated[
+        bool, typer.Option("--forget", help="Clear it away also where the Ray cluster that it joined is gone for good.")
+    ] = False,
+) -> None:
     """Bring a cluster down; nothing of it is left running."""
     from cluster.bring_up import down
     from cluster.display import StepPrinter
@@ -136,7 +141,7 @@ def down_command(name: Name = None) -> None:
 
     store = StateStore()
     with uninterrupted():
-        down(name or store.only(), StepPrinter(Console(stderr=True)), store=store)
+        down(name or store.only(), StepPrinter(Console(stderr=True)), store=store, forget=forget)
 
 
 @app.command("complete")

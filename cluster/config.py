@@ -167,7 +167,8 @@ class RouterSection(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         host: address that the HTTP server binds.
         port: HTTP port; 0 takes a free one when the cluster comes up.
-        hub_port: port that the workers connect to; 0 takes a free one.
+        hub_port: port that the workers connect to, and the next one for a router that takes this one's place; 0 takes
+            free ones.
         api_keys: file of the API keys that may ask, on the router's machine; null lets everybody in.
         tls_certificate, tls_key: files of the router's TLS, in PEM, on its machine; null speaks plain HTTP.
         local_prefill: when a decode worker computes a prompt itself: "never", as a "fallback" while there is no prefill
@@ -203,7 +204,7 @@ class RouterSection(msgspec.Struct, frozen=True, kw_only=True):
             self,
             ("host", bool(self.host.strip()), "a host name or an address"),
             ("port", 0 <= self.port <= 65535, "in [0, 65535]"),
-            ("hub_port", 0 <= self.hub_port <= 65535, "in [0, 65535]"),
+            ("hub_port", 0 <= self.hub_port <= 65533, "in [0, 65533]"),
             ("cpus", 0 <= self.cpus <= 4096, "in [0, 4096]"),
         )
         if self.port and self.port == self.hub_port:

@@ -56,6 +56,13 @@ class Crew:
         except ValueError:  # Ray's word for a name that is taken: the former life is not buried yet
             traceback.print_exc()
 
+    def can(self, name: str, method: str) -> bool:
+        """Whether a process has such a method, by the class that it was made of; one that is not there may have any."""
+        try:
+            return hasattr(self._handles.get(name) or self._ray.get_actor(name), method)
+        except ValueError:
+            return True
+
     def drain(self, name: str, timeout: float) -> None:
         """Ask a process to leave."""
         if name in self._handles:

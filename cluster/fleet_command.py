@@ -62,15 +62,15 @@ def role_command(
 
 
 def restart_command(
-    file: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="The new workers' YAML file.")] = None,
+    file: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="The new processes' YAML file.")] = None,
     cluster: Cluster = None,
     timeout: Patience = 1800.0,
 ) -> None:
-    """Replace every worker, one by one, while the others serve; with FILE by workers that are configured by it."""
+    """Replace every process, one by one, while the others serve; with FILE by such as are configured by it."""
     from cluster.config_file import load_config
     from cluster.model_store import resolve_model
-    from cluster.operations import restart
     from cluster.plan import check_orders, planned_orders
+    from cluster.renewal import restart
 
     config = None if file is None else load_config(file)
     if config is not None:

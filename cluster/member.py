@@ -93,6 +93,7 @@ class MemberRecord(msgspec.Struct, frozen=True, kw_only=True):
         incarnation: of its present life, or its last one.
         leaving: whether it shall not come back.
         drain_timeout: seconds that it gets to finish what it has, if it is leaving or takes another role.
+        fixed: whether a restart leaves its present life alone: a router that cannot share its port.
     """
 
     name: str
@@ -101,6 +102,7 @@ class MemberRecord(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int = 1
     leaving: bool = False
     drain_timeout: float = 0.0
+    fixed: bool = False
 
     @property
     def index(self) -> int:

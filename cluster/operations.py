@@ -1,6 +1,7 @@
-"""What an operator does to a cluster that is up: scale, drain, change a role, restart, read a log.
+"""What an operator does to a cluster that is up: scale, drain, change a role, read a log.
 
-Each asks the cluster's supervisor and waits until it is done; what was asked for stands, whoever waits.
+Each asks the cluster's supervisor and waits until it is done; what was asked for stands, whoever waits. Replacing all
+there is has a module of its own, :mod:`cluster.renewal`.
 """
 
 from __future__ import annotations
@@ -12,13 +13,11 @@ from typing import Any
 
 import msgspec
 
-from cluster.config import ClusterConfig
 from cluster.progress import Progress, Step, silent
 from cluster.ray_node import connect, node_alive
 from cluster.state import ClusterState, StateStore
 from cluster.supervisor import SUPERVISOR_NAME, Answer, SupervisorReport
-from protocol.codec import SPOKEN
-from protocol.errors import ClusterError, ClusterNotFound, ConfigError, VersionMismatch
+from protocol.errors import ClusterError, ClusterNotFound
 
 POLL_SECONDS = 0.2
 CALL_SECONDS = 30.0
@@ -199,46 +198,6 @@ def change_role(
             progress,
             timeout,
         )
-
-
-def restart(
-    name: str,
-    config: ClusterConfig | None = None,
-    progress: Progress = silent,
-    *,
-    timeout: float = 1800.0,
-    store: StateStore | None = None,
-) -> SupervisorReport:
-    """Replace every worker, one by one, while the others serve.
-
-    Args:
-        name: of the cluster.
-        config: of the new workers; None keeps the one there is. How many there are stays as it is.
-        progress: told of each step.
-        timeout: seconds to wait.
-        store: where the cluster is recorded.
-
-    Raises:
-        ConfigError: ``config`` changes what only a cluster that comes up can take; names it.
-        VersionMismatch: workers of the release that is installed now could not speak with the router that is up.
-        ClusterNotFound, ClusterError: as they say.
-    """
-    with operator(name, store) as (asked, state, _):
-        if state.wire.common(SPOKEN) is None:
-            raise VersionMismatch(
-                f"the router of cluster {name!r} speaks wire version {state.wire}, workers that begin now {SPOKEN}: "
-                f"kvferry down {name}, and up again"
-            )
-        if config is not None:
-            present = asked.ask("config").config
-            assert present is not None, "the answer to this question has one"
-            for section in ("name", "model", "served_name", "router", "ray"):
-                if getattr(config, section) != getattr(present, section):
-                    raise ConfigError(
-                        f"{section} cannot change in a cluster that is up; bring it down and up again", field=section
-                    )
-        asked.ask("restart", msgspec.json.encode(config))
-        return asked.until(lambda report: report.settled, progress, timeout)
 
 
 def log(name: str, member: str, lines: int, *, store: StateStore | None = None) -> str:

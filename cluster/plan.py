@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 ActorRole = Literal["router", "prefill", "decode"]
 
 ROUTER_NAME = "router-0"
+"""The first one; another one may have taken its place."""
 
 
 class ActorOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,10 +38,11 @@ class ActorOrder(msgspec.Struct, frozen=True, kw_only=True):
         role: what it runs.
         config: of the cluster.
         port, hub_port: of the router, the same in each of its lives.
-        routers: hub endpoint of every router; empty for a router.
+        routers: hub endpoint of every router that may be; empty for a router.
         threads: compute threads.
         secret: what every process of the cluster must know to be spoken with.
         incarnation: of this life of the name.
+        predecessor: of a router, name of the one that may have the port, and shares it then; or "".
     """
 
     name: str
@@ -52,6 +54,7 @@ class ActorOrder(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 1
     secret: str = ""
     incarnation: int = 1
+    predecessor: str = ""
 
     def __repr__(self) -> str:
         # Whatever is logged or raised with an order in it must not tell the secret.
@@ -87,16 +90,26 @@ class ActorOrder(msgspec.Struct, frozen=True, kw_only=True):
         return {"OMP_NUM_THREADS": str(self.threads)}
 
 
-def router_order(config: ClusterConfig, port: int, hub_port: int, secret: str = "", incarnation: int = 1) -> ActorOrder:
-    """The order of the one router; ``secret`` is the whole cluster's."""
+def router_order(
+    config: ClusterConfig,
+    port: int,
+    hub_port: int,
+    secret: str = "",
+    incarnation: int = 1,
+    *,
+    name: str = ROUTER_NAME,
+    predecessor: str = "",
+) -> ActorOrder:
+    """The order of a router; ``secret`` is the whole cluster's."""
     return ActorOrder(
-        name=ROUTER_NAME,
+        name=name,
         role="router",
         config=config,
         port=port,
         hub_port=hub_port,
         secret=secret,
         incarnation=incarnation,
+        predecessor=predecessor,
     )
 
 

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Set
 
+from cluster.config import ClusterConfig
 from protocol.errors import StartFailed
+
+
+def port_of(endpoint: str) -> int:
+    """The port of ``tcp://host:port`` or of a URL without a path."""
+    return int(endpoint.rpartition(":")[2])
 
 
 def bound_port(host: str, port: int, field: str) -> int:
@@ -28,3 +35,18 @@ def bound_port(host: str, port: int, field: str) -> int:
                 f"{field}: cannot listen on {host}:{port}: {error.strerror or error}", field=field
             ) from error
         return int(probe.getsockname()[1])
+
+
+def free_hub_port(config: ClusterConfig, taken: Set[int]) -> int:
+    """A port for workers to connect to: the file's, or the next one that is not ``taken``; without one, a free one.
+
+    Raises:
+        StartFailed: as :func:`bound_port`.
+    """
+    # Our own node serves this machine alone.
+    host, port = "127.0.0.1" if config.ray.address is None else "", config.router.hub_port
+    while True:
+        chosen = bound_port(host, port, "router.hub_port") if port not in taken else port
+        if chosen not in taken:
+            return chosen
+        port = port and port + 1

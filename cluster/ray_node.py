@@ -13,6 +13,7 @@ import importlib
 import os
 import secrets
 import shutil
+import socket
 import sys
 import tempfile
 import time
@@ -36,6 +37,8 @@ LOG_FILE = "daemon.log"
 LOG_TAIL_LINES = 15
 LOG_TAIL_BYTES = 8192
 STOP_GRACE_SECONDS = 15.0
+REACH_SECONDS = 5.0
+"""For a machine to take a connection; Ray itself would try for ten minutes."""
 
 _DAEMON_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -104,6 +107,7 @@ def connect(state: NodeState, namespace: str) -> Iterator[Any]:
 
         if ray.is_initialized():
             raise ClusterError("this process is connected to a Ray cluster already")
+        _check_reachable(state.address)
         _read_token_again()
         try:
             with kept_handlers():
@@ -130,6 +134,16 @@ def log_tail(state: NodeState, pid: int) -> str:
     for file in Path(state.temp_dir).glob(f"{RAY_FOLDER}/session_latest/logs/worker-*-{pid}.err"):
         return _tail(file)
     return ""
+
+
+def _check_reachable(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        return  # Ray looks for one of this machine
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_SECONDS).close()
+    except OSError as error:
+        raise ClusterError(f"no Ray answers at {address}: {error}") from error
 
 
 def _make_folder() -> Path:

@@ -81,13 +81,15 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
         node: see there; None before it is known.
         actors: name of each actor, router first.
         url: of the router's HTTP server; "" until it is known.
-        hub: the router's hub endpoint.
+        hub: hub endpoint of the router that the cluster came up with.
+        spare_hub: that of the one that takes its place; the next one has the first again. "" of a cluster that an
+            earlier release brought up.
         model: what clients call the model.
         transport: of the KV blocks.
         secret: what every process of the cluster must know to be spoken with; the file is readable by its owner alone.
         ready: whether it came up.
         phases: how long each phase of its coming up took.
-        wire: versions of the wire that its router speaks, which is not replaced while it is up.
+        wire: versions of the wire that its router speaks.
     """
 
     name: str
@@ -97,12 +99,18 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     actors: tuple[str, ...] = ()
     url: str = ""
     hub: str = ""
+    spare_hub: str = ""
     model: str = ""
     transport: str = ""
     secret: str = ""
     ready: bool = False
     phases: tuple[Phase, ...] = ()
     wire: Versions = UNTOLD
+
+    @property
+    def hubs(self) -> tuple[str, ...]:
+        """Every hub endpoint that workers are told of, or those that are known yet."""
+        return tuple(each for each in (self.hub, self.spare_hub) if each)
 
     def __repr__(self) -> str:
         # Whatever is logged or raised with a state in it must not tell the secret.

@@ -9,12 +9,13 @@ one ended.
 * Too many of a role: the surplus drains. Too few: new names are taken.
 * One that is to take the other role keeps its name and its process: it drains and begins a new life there.
 * A restart replaces members one by one, in each role: a new one comes up before an old one drains. Where there is no
-  room for one more, an old one drains first, as long as another serves.
+  room for one more, an old one drains first, as long as another serves. Routers come last: a new one shall know the
+  workers that stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -137,6 +138,12 @@ class Supervision:
             return False
         return not any(self._outdated(role) or self._lacks(role) for role in self._record.wanted)
 
+    @property
+    def newest_router(self) -> str | None:
+        """The one that began last of those that serve."""
+        serving = [member.record for member in self._of("router") if member.serves]
+        return max(serving, key=lambda record: record.incarnation).name if serving else None
+
     def fellows(self, name: str) -> dict[str, str]:
         """Roles of the workers beside ``name`` that are to stay as they are."""
         return {
@@ -217,9 +224,17 @@ class Supervision:
         )
         member.seen = Sight.FORMER
 
-    def restart(self, config: ClusterConfig) -> None:
-        """Replace every worker, one by one, by one of this configuration. Counts of workers stay as they are."""
+    def restart(self, config: ClusterConfig, fixed: Collection[str] = ()) -> None:
+        """Replace every member, one by one, by one of this configuration. Counts stay as they are.
+
+        Args:
+            config: of the new ones.
+            fixed: routers that cannot share their port; each stays for as long as it lives.
+        """
         self._record = msgspec.structs.replace(self._record, config=config, revision=self._record.revision + 1)
+        for name in fixed:
+            member = self._members[name]
+            member.record = msgspec.structs.replace(member.record, fixed=True)
 
     def rescale(self, scale: ScaleSection) -> None:
         """Workers come and go by this from now on; those that there are stay as they are."""
@@ -285,7 +300,7 @@ class Supervision:
             staying.append(self._enrol(role, now))
         if len(staying) <= wanted:
             return
-        if outdated and role in ROLES:
+        if outdated:
             self._replace_one(outdated, fresh, now)
             return
         surplus = sorted(staying, key=lambda member: (member.serves, -member.record.index))
@@ -348,7 +363,7 @@ class Supervision:
                 incarnation = self._record.incarnations + 1
                 self._record = msgspec.structs.replace(self._record, incarnations=incarnation)
                 member.record = msgspec.structs.replace(
-                    member.record, incarnation=incarnation, revision=self._record.revision
+                    member.record, incarnation=incarnation, revision=self._record.revision, fixed=False
                 )
                 member.move(MemberEvent.CREATED, now)
                 member.seen = Sight.PLACING
@@ -376,7 +391,8 @@ class Supervision:
         return len(self._staying(role)) != self._record.wanted[role]
 
     def _outdated(self, role: MemberRole) -> list[Member]:
-        """Members whose life is of an earlier configuration; a router's is left alone."""
-        if role not in ROLES:
+        """Members whose life is of an earlier configuration, and shall end; routers' only once no worker's is."""
+        if role == "router" and any(self._outdated(each) for each in ROLES):
             return []
-        return [member for member in self._staying(role) if member.record.revision < self._record.revision]
+        last = self._record.revision
+        return [each for each in self._staying(role) if each.record.revision < last and not each.record.fixed]

@@ -27,6 +27,7 @@ from cluster.config import ClusterConfig
 from cluster.crew import Crew
 from cluster.member import MemberRecord
 from cluster.plan import ActorOrder, router_order, worker_order
+from cluster.port import port_of
 from cluster.scale_section import ScaleSection
 from cluster.supervision import ClusterRecord, Create, Drain, Instruction, Kill, Save, Supervision, Switch
 from protocol.error_info import ErrorInfo
@@ -48,15 +49,14 @@ class SupervisorOrder(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: of the cluster.
         config: that the cluster came up with.
-        port, hub_port: of the router.
-        routers: hub endpoint of every router.
+        port: that clients connect to.
+        routers: hub endpoint of every router, also of one that is not there: those of the names "router-0", ...
         secret: what every process of the cluster must know to be spoken with.
     """
 
     name: str
     config: ClusterConfig
     port: int
-    hub_port: int
     routers: tuple[str, ...]
     secret: str
 
@@ -64,10 +64,12 @@ class SupervisorOrder(msgspec.Struct, frozen=True, kw_only=True):
         # Whatever is logged or raised with an order in it must not tell the secret.
         return f"SupervisorOrder(name={self.name!r})"
 
-    def order(self, member: MemberRecord, config: ClusterConfig) -> ActorOrder:
-        """What a new life of ``member`` is told."""
+    def order(self, member: MemberRecord, config: ClusterConfig, predecessor: str = "") -> ActorOrder:
+        """What a new life of ``member`` is told; ``predecessor`` is the router that may have the port."""
         if member.role == "router":
-            return router_order(config, self.port, self.hub_port, self.secret, member.incarnation)
+            hub_port = port_of(self.routers[member.index % len(self.routers)])
+            named = {"name": member.name, "predecessor": predecessor}
+            return router_order(config, self.port, hub_port, self.secret, member.incarnation, **named)
         return worker_order(config, member.name, member.role, self.routers, self.secret, member.incarnation)
 
 
@@ -80,7 +82,8 @@ class MemberReport(msgspec.Struct, frozen=True, kw_only=True):
         stage, fraction: how far it has come up.
         error: why it failed last, or "".
         incarnation: of its present life.
-        outdated: whether it runs an earlier configuration.
+        outdated: whether it runs an earlier configuration, and is to be replaced.
+        fixed: whether it is of a release that cannot be replaced by a restart.
     """
 
     name: str
@@ -91,6 +94,7 @@ class MemberReport(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     incarnation: int = 0
     outdated: bool = False
+    fixed: bool = False
 
 
 class SupervisorReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,9 +137,9 @@ class Supervisor:
         self._crew = Crew(ray)
         self._autoscaler = Autoscaler(ray)
         self._begun = threading.Lock()
-        saved = self._store._internal_kv_get(store_key(self._order.name), namespace=STORE_NAMESPACE)
+        saved = saved_record(self._order.name)
         if saved is not None:
-            self._begin(msgspec.json.decode(saved, type=ClusterRecord))
+            self._begin(saved)
 
     def begin(self) -> None:
         """The cluster is up: keep it so. A second call does nothing."""
@@ -166,9 +170,17 @@ class Supervisor:
         return self._answer(lambda supervision: supervision.switch(name, role, _limit(supervision, timeout)))
 
     def restart(self, config: bytes) -> bytes:
-        """Replace every worker by one of this configuration, one by one; "null" for the one there is."""
+        """Replace every process by one of this configuration, one by one; "null" for the one there is."""
         given = msgspec.json.decode(config, type=ClusterConfig | None)
-        return self._answer(lambda supervision: supervision.restart(given or supervision.record.config))
+
+        def replace(supervision: Supervision) -> None:
+            supervision.restart(given or supervision.record.config, self._fixed(supervision))
+
+        return self._answer(replace)
+
+    def _fixed(self, supervision: Supervision) -> list[str]:
+        """Routers of a release that could not share a port."""
+        return [name for name in _routers(supervision) if not self._crew.can(name, "hand_over")]
 
     def rescale(self, scale: bytes) -> bytes:
         """Have workers come and go by another ``scale`` section; gives an :class:`Answer`."""
@@ -248,7 +260,8 @@ class Supervisor:
                 self._store._internal_kv_put(key, value, True, namespace=STORE_NAMESPACE)
             case Create(member):
                 assert self._supervision is not None
-                order = self._order.order(member, self._supervision.record.config)
+                others = (name for name in _routers(self._supervision) if name != member.name)
+                order = self._order.order(member, self._supervision.record.config, next(others, ""))
                 self._crew.create(order, self._supervision.fellows(member.name))
             case Drain(name, timeout):
                 self._crew.drain(name, timeout)
@@ -277,7 +290,8 @@ class Supervisor:
                     fraction=0.0 if status is None else status.fraction,
                     error=member.error,
                     incarnation=member.record.incarnation,
-                    outdated=member.record.role != "router" and member.record.revision < record.revision,
+                    outdated=member.record.revision < record.revision and not member.record.fixed,
+                    fixed=member.record.fixed,
                 )
             )
         return SupervisorReport(
@@ -289,6 +303,11 @@ class Supervisor:
         )
 
 
+def _routers(supervision: Supervision) -> list[str]:
+    """Names of all routers, also of one that leaves."""
+    return [member.record.name for member in supervision.members if member.record.role == "router"]
+
+
 def _limit(supervision: Supervision, timeout: float | None) -> float:
     return supervision.record.config.scale.drain_timeout if timeout is None else timeout
 
@@ -296,6 +315,14 @@ def _limit(supervision: Supervision, timeout: float | None) -> float:
 def store_key(cluster: str) -> bytes:
     """Where the record of a cluster is kept in Ray's key-value store."""
     return f"supervisor/{cluster}".encode()
+
+
+def saved_record(cluster: str) -> ClusterRecord | None:
+    """What a supervisor has kept of a cluster; None if none has. The calling process is connected to Ray."""
+    from ray.experimental import internal_kv
+
+    saved = internal_kv._internal_kv_get(store_key(cluster), namespace=STORE_NAMESPACE)
+    return None if saved is None else msgspec.json.decode(saved, type=ClusterRecord)
 
 
 def create_supervisor(ray: Any, order: SupervisorOrder) -> Any:
@@ -319,7 +346,7 @@ def remove_record(cluster: str) -> None:
     """Forget the record of a cluster that is down; the calling process is connected to its Ray cluster."""
     from ray.experimental import internal_kv
 
-    saved = internal_kv._internal_kv_get(store_key(cluster), namespace=STORE_NAMESPACE)
-    if saved is not None and (config := msgspec.json.decode(saved, type=ClusterRecord).config).scale.auto.enabled:
-        withdraw(config)
+    saved = saved_record(cluster)
+    if saved is not None and saved.config.scale.auto.enabled:
+        withdraw(saved.config)
     internal_kv._internal_kv_del(store_key(cluster), namespace=STORE_NAMESPACE)

@@ -37,11 +37,13 @@ class Failed:
         key: of the attempt.
         error: why.
         router: as it was given to the book.
+        handed_over: whether the reader answers for the request already, and may have everything all the same.
     """
 
     key: RequestKey
     error: ErrorInfo
     router: bytes | None = None
+    handed_over: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,12 +208,12 @@ class LeaseBook:
             return self._release_if_drained(lease)
         if blocks != asked:
             error = IntegrityMismatch(f"lease {key}: ship {ship_id} finished {blocks} blocks of {asked}")
-            return self._close(lease, error, now, refuse=True, fail=True)
+            return self._close(lease, error, now, refuse=True, fail=True, ships=True)
         lease.shipped_blocks += blocks
         lease.shipped_bytes += nbytes
         if lease.ships_differ:
             error = IntegrityMismatch(f"lease {key}: its ships wrote {lease.shipped_bytes} bytes, not what was granted")
-            return self._close(lease, error, now, refuse=True, fail=True)
+            return self._close(lease, error, now, refuse=True, fail=True, ships=True)
         return []
 
     def ship_failed(self, key: RequestKey, ship_id: int, error: KVFerryError, now: float) -> list[Instruction]:
@@ -223,7 +223,7 @@ class LeaseBook:
             return []
         if not lease.open:
             return self._release_if_drained(lease)
-        return self._close(lease, error, now, refuse=True, fail=True)
+        return self._close(lease, error, now, refuse=True, fail=True, ships=True)
 
     def renew(self, sender: Peer, message: Renew, now: float) -> list[Instruction]:
         """A sign of the reader. While the prompt is not computed it is answered in kind, a sign of ours.
@@ -342,11 +342,21 @@ class LeaseBook:
         return (None, 0) if blocks is None else (lease, blocks)
 
     def _close(
-        self, lease: Lease, error: KVFerryError, now: float, *, refuse: bool, fail: bool, stop: bool = True
+        self,
+        lease: Lease,
+        error: KVFerryError,
+        now: float,
+        *,
+        refuse: bool,
+        fail: bool,
+        stop: bool = True,
+        ships: bool = False,
     ) -> list[Instruction]:
         key, info = lease.key, _info(error)
-        # With the hand-over sent the reader answers for the request, so its end is no longer ours to report.
-        fail = fail and lease.state is not LeaseState.HANDED_OVER
+        handed_over = lease.state is LeaseState.HANDED_OVER
+        # With the hand-over sent the reader answers for the request, so its end is no longer ours to report. But that
+        # its ships failed it may never hear: a link that carries no block carries no refusal either.
+        fail = fail and (ships or not handed_over)
         self._tombstones.bury(key, info, now)
         lease.expires = None
         instructions: list[Instruction]
@@ -362,7 +372,7 @@ class LeaseBook:
         if refuse:
             instructions.append(Send(lease.reader, Refuse(key=key, error=info)))
         if fail:
-            instructions.append(Failed(key, info, lease.router))
+            instructions.append(Failed(key, info, lease.router, handed_over))
         return instructions
 
     def _release_if_drained(self, lease: Lease) -> list[Instruction]:

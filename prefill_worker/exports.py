@@ -29,7 +29,7 @@ from kv_transfer.lease_state import Layers
 from kv_transfer.tally import Tally
 from kv_transfer.transport import TransportConfig, scheme_of
 from prefill_worker.shipping import Shipping
-from protocol.errors import ChannelLost, KVFerryError, Preempted, TransferError, TransportRefused
+from protocol.errors import ChannelLost, KVFerryError, Preempted, TransferError, TransportRefused, VersionMismatch
 from protocol.ids import Peer, RequestKey
 from protocol.layout import KVLayout
 from protocol.messages import Abort, ErrorInfo, Grant, Handover, Message, Prefill, Renew, Settle
@@ -236,9 +236,12 @@ class Exports:
             # Whatever went wrong, the book must hear of it: without a report the blocks would drain for ever.
             if isinstance(error, ChannelLost):
                 self.chooser.forget(offered)
-            elif isinstance(error, TransportRefused):
+            elif isinstance(error, (TransportRefused, VersionMismatch)):
                 self.chooser.avoid(address, error.message)
             cause = error if isinstance(error, KVFerryError) else TransferError(f"ship {order.ship_id} failed: {error}")
+            if isinstance(error, VersionMismatch):
+                # Two releases in one pool: by another transport, or between two others, the request can be served.
+                cause = TransportRefused(error.message)
             if cause is not error:
                 logger.exception("ship %d of %s failed", order.ship_id, order.key)
             self.tally.ship_broke(order.key, address.partition("://")[0], cause.code)

@@ -183,6 +183,10 @@ class Spoke:
         keys: that the peer must have; None speaks to everybody.
         watched: for :meth:`connected`, which must then be called in a loop.
 
+    Attributes:
+        up: whether there is a connection, as far as :meth:`connected` has been told. What is sent while there is none
+            waits for the next one.
+
     Raises:
         ConfigError: ``endpoint`` is no address; names it.
     """
@@ -198,6 +202,7 @@ class Spoke:
     ) -> None:
         self.me = me
         self.endpoint = endpoint
+        self.up = False
         self._version = OLDEST
         self._socket = LoopSocket(context, zmq.DEALER)
         raw = self._socket.raw
@@ -211,7 +216,7 @@ class Spoke:
         raw.setsockopt(zmq.IDENTITY, str(me).encode())
         if keys is not None:
             keys.present(raw)
-        self._news = _news(context, raw, zmq.Event.HANDSHAKE_SUCCEEDED | REFUSED) if watched else None
+        self._news = _news(context, raw, zmq.Event.HANDSHAKE_SUCCEEDED | GOES | REFUSED) if watched else None
         try:
             raw.connect(endpoint)
         except zmq.ZMQError as error:
@@ -237,9 +242,13 @@ class Spoke:
             AuthenticationFailed: whoever answers is none of this cluster; the next call goes on.
         """
         assert self._news is not None, "made to be watched"
-        told = parse_monitor_message(await self._news.recv_multipart())
-        if told["event"] & REFUSED:
-            raise AuthenticationFailed(f"{self.endpoint} does not speak with us: it has another secret, or none")
+        while True:
+            told = parse_monitor_message(await self._news.recv_multipart())
+            self.up = bool(told["event"] & zmq.Event.HANDSHAKE_SUCCEEDED)
+            if told["event"] & REFUSED:
+                raise AuthenticationFailed(f"{self.endpoint} does not speak with us: it has another secret, or none")
+            if self.up:
+                break
         # It may be another process now, of the release before.
         self._version = OLDEST
 

@@ -36,12 +36,12 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerLink:
-    """The routers that a worker serves.
+    """The routers that a worker serves, and those that may come.
 
     Args:
         context: of the process's ZeroMQ sockets.
         me: this worker's name and incarnation.
-        routers: hub endpoints of every router.
+        routers: hub endpoints of every router; there need not be one at each.
         heartbeat: gives the current heartbeat.
         on_message: called with ``(router, message)`` for each message.
         on_router_lost: called with the former incarnation of a router that started again.
@@ -93,10 +93,11 @@ class WorkerLink:
         return spoke is not None and spoke.send(message)
 
     def announce(self) -> None:
-        """Send a heartbeat to every router now."""
+        """Send a heartbeat to every router that is there now; one that comes is sent one at once."""
         message = self._sign_of_life()
         for spoke in self._spokes:
-            spoke.send(message)
+            if spoke.up:  # else they would pile up, and a router that comes back after a night read all of them
+                spoke.send(message)
 
     def _sign_of_life(self) -> Heartbeat:
         # What has changed goes first, so that the number in the heartbeat is that of the last events sent.

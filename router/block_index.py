@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -113,7 +114,10 @@ class BlockIndex:
         members, staying, depth, last = self._members, among, 0, -1
         for keys in pieces:
             numbers = self._table.lead(keys)
-            for number in numbers:
+            # Blocks that follow each other mostly are the same workers': all of a part are one step then.
+            alike = bool(numbers) and numbers.count(numbers[0]) == len(numbers)
+            steps = ((numbers[0], len(numbers)),) if alike else zip(numbers, repeat(1))
+            for number, blocks in steps:
                 if number != last:
                     last = number
                     still = staying & members[number]
@@ -123,7 +127,7 @@ class BlockIndex:
                         staying = still
                         if not staying:
                             return found
-                depth += 1
+                depth += blocks
             if len(numbers) < len(keys):
                 break
         if depth:

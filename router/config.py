@@ -46,7 +46,8 @@ class RouterConfig:
             ``breaker_window`` gets no new work while another is there; after ``breaker_cooldown``, which doubles with
             each that fails, up to a minute, a request is tried on it.
         retry_backoff: pause before the second retry in a row, doubled for each further one, at most 1 s.
-        reorder_grace: how long decode's tokens may be here before prefill's first one.
+        reorder_grace: how long decode's tokens may be here before prefill's first one, or prefill's word that a ship
+            failed without them.
         stall_timeout: how long a decode worker may send nothing once it has begun to.
         max_requests: live requests at most.
         priority_aging: seconds of waiting that a unit of a request's priority is worth; 0 ignores priorities.

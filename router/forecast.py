@@ -8,6 +8,7 @@ few, :mod:`router.glance` comes to the same without arrays.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -109,7 +110,7 @@ def lateness(fleet: Fleet, told: Forecast, rows: Rows, partners: Rows) -> Floats
     """
     links, now = fleet.links, told.now
     nbytes, computes = told.missing[partners] * links.token_bytes[partners], told.compute[rows]
-    if links.in_time(float(nbytes.max()), float(computes.min()), partners, rows, now):
+    if links.in_time(float(nbytes.max()), float(computes.min()), now):
         return None
     return late_pairs(links, nbytes, computes, told.ttft[rows], rows, partners, now)
 
@@ -125,8 +126,7 @@ def late_pairs(
     return late
 
 
-@dataclass(frozen=True, slots=True)
-class Crossing:
+class Crossing(NamedTuple):
     """What the blocks of a prompt take from one prefill worker to one decode worker; in seconds.
 
     Attributes:
@@ -148,7 +148,7 @@ def crossing(fleet: Fleet, told: Forecast, row: int, partner: int) -> Crossing:
 
 def cross(links: Links, missing: float, computes: float, ttft: float, row: int, partner: int, now: float) -> Crossing:
     """The same where ``partner`` lacks so many tokens, by the times of ``row``."""
-    alone = missing * float(links.token_bytes[partner]) * links.pair(row, partner, now)
+    alone = missing * links.ends[partner].token_bytes * links.pair(row, partner, now)
     ahead = links.ahead(row, partner, now)
     return Crossing(alone, ahead, max(alone - computes, ahead + alone - ttft, 0.0))
 

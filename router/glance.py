@@ -61,9 +61,10 @@ def _late(
     fleet: Fleet, here: list[Numbers], compute: list[float], nbytes: list[float], now: float
 ) -> list[list[float]] | None:
     """See :func:`~router.forecast.lateness`; of all workers."""
-    links, rows, partners = fleet.links, fleet.able("prefill"), fleet.able("decode")
-    if links.in_time(max(nbytes), min(compute), partners, rows, now):
+    links = fleet.links
+    if links.in_time(max(nbytes), min(compute), now):
         return None
+    rows, partners = fleet.able("prefill"), fleet.able("decode")
     times = np.array(compute), np.array([numbers[2] for numbers in here])
     late: list[list[float]] = late_pairs(links, np.array(nbytes), *times, rows, partners, now).tolist()
     return late
@@ -115,17 +116,16 @@ def _decode(
     start: float | None,
 ) -> tuple[list[Numbers], list[float]]:
     """What each is judged by, and the bytes of the blocks that it lacks."""
-    lanes, links, tokens = fleet.lanes, fleet.links, min(demand.output, HORIZON)
+    lanes, ends, tokens = fleet.lanes, fleet.links.ends, min(demand.output, HORIZON)
     common = fleet.common["decode"].at(now)
-    token_bytes, pace, until = links.token_bytes.tolist(), links.pace.tolist(), links.until.tolist()
     found: list[Numbers] = []
     nbytes: list[float] = []
     for row in rows:
-        lane = lanes[row]
+        lane, end = lanes[row], ends[row]
         missing = float(length - cached.get(row, 0))
-        lacking = missing * token_bytes[row]
-        ahead = until[row] - now
-        transfer = lacking * pace[row] + (ahead if ahead > 0.0 else 0.0)
+        lacking = missing * end.token_bytes
+        ahead = end.until - now
+        transfer = lacking * end.pace + (ahead if ahead > 0.0 else 0.0)
         tpot = lane.step * lane.correction * common
         speed = 1.0 if start is None else min(max((now - lane.joined) / start, SLOWEST), 1.0)
         wait = ROOM_WAIT if lane.room < missing else 0.0

@@ -12,6 +12,10 @@ from router.role_pace import Line
 
 SHORTEST = 1e-9
 """Seconds that a token takes at least."""
+PASSED = 0.75
+"""Share of what is at the head of a queue that counts as done at most, as long as a prompt of this router's is there.
+
+Who is overdue is not free, and no equal of those that have nothing to do. What others had may be over already."""
 
 
 @dataclass(slots=True)
@@ -22,7 +26,7 @@ class Lane:
         account: what they follow from.
         ahead, sequences: prompt tokens, and sequences, that are there or on their way.
         backlog: seconds that the tokens ahead take in all.
-        since, head: when what is at the head of the queue began, and seconds of what was ahead then.
+        since, head: when what is at the head of the queue began, and seconds of it that may have passed by now.
         fixed, per_token: seconds of a step whatever is in it, and of each token in it.
         pace: seconds of a token where there are many: the fixed part comes once for each step.
         step: seconds of a step with one sequence more than there are.
@@ -87,7 +91,8 @@ class Lane:
         # A step that is under way has its fixed part too.
         self.backlog = fixed + ahead * pace if ahead else 0.0
         self.since = account.since
-        self.head = fixed + head * pace if head else 0.0
+        most = PASSED if account.own_tokens else 1.0
+        self.head = most * (fixed + head * pace) if head else 0.0
 
     def write_sequences(self) -> None:
         """The same where only sequences have."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
@@ -36,6 +37,20 @@ ANYWHERE = -1
 _COLUMNS = ("told", "token_bytes", "nbytes", "seconds", "heard", "pace", "until")
 
 
+@dataclass(slots=True)
+class LinkEnd:
+    """One worker's end in plain numbers, which are the columns' as well: see :class:`Links`."""
+
+    told: float = 0.0
+    token_bytes: float = 0.0
+    nbytes: float = 0.0
+    seconds: float = 0.0
+    heard: float = 0.0
+    pace: float = 0.0
+    until: float = 0.0
+    host: int = ANYWHERE
+
+
 class _Table(NamedTuple):
     """What of all pairs of some rows changes only with the workers there, as the arrays of these rows do.
 
@@ -55,6 +70,7 @@ class Links:
     """By row of the fleet; pairs by the row of the decode worker and that of the prefill worker.
 
     Attributes:
+        ends: by row, the same numbers for who looks at few of them; each is written in both places.
         told: seconds of a byte, by its own word; 0 where it tells nothing.
         token_bytes: bytes of a token's K and V.
         nbytes, seconds, heard: what landed there and how long that took, as of its last heartbeat; it fades.
@@ -73,18 +89,23 @@ class Links:
     def __init__(self, rows: int) -> None:
         for name in _COLUMNS:
             setattr(self, name, np.zeros(rows))
+        self.ends = [LinkEnd() for _ in range(rows)]
         self._host: Rows = np.full(rows, ANYWHERE, dtype=np.int64)
         self._several = False
         # Pages of zeros cost nothing until a pair is written.
         self._pair_bytes, self._pair_seconds = (np.zeros((rows, rows), np.float32) for _ in range(2))
         self._pair_heard = np.zeros((rows, rows))
+        # The slowest end; None where it is to be looked for anew. Of pairs the slowest that was measured, and when.
+        self._slowest_end: float | None = 0.0
         self._slowest, self._slowest_at = 0.0, -math.inf
+        self._latest = -math.inf
         self._table: _Table | None = None
 
     def grow(self, rows: int) -> None:
         """There are more rows."""
         more = rows - len(self.told)
         self._table = None
+        self.ends += [LinkEnd() for _ in range(more)]
         for name in _COLUMNS:
             setattr(self, name, np.concatenate((getattr(self, name), np.zeros(more))))
         self._host = np.concatenate((self._host, np.full(more, ANYWHERE, dtype=np.int64)))
@@ -96,33 +117,40 @@ class Links:
 
     def forget(self, row: int, now: float) -> None:
         """A row is another worker's, or another life's."""
-        self.nbytes[row] = self.seconds[row] = 0.0
-        self.heard[row] = self.until[row] = now
+        end = self.ends[row]
+        end.nbytes = end.seconds = self.nbytes[row] = self.seconds[row] = 0.0
+        end.heard = end.until = self.heard[row] = self.until[row] = now
         self._pair_bytes[row] = self._pair_seconds[row] = 0.0
         self._pair_bytes[:, row] = self._pair_seconds[:, row] = 0.0
 
     def know(self, row: int, profile: WorkerProfile) -> None:
         """A worker is what its profile says."""
-        layout = profile.layout
-        self._table = None
-        self.token_bytes[row] = layout.block_bytes / layout.block_size
-        self.told[row] = 1.0 / profile.link_rate if profile.link_rate > 0.0 else 0.0
-        self._host[row] = _host_of(profile)
+        layout, end = profile.layout, self.ends[row]
+        self._table = self._slowest_end = None
+        end.token_bytes = self.token_bytes[row] = layout.block_bytes / layout.block_size
+        end.told = self.told[row] = 1.0 / profile.link_rate if profile.link_rate > 0.0 else 0.0
+        end.host = self._host[row] = _host_of(profile)
         hosts = self._host[self._host != ANYWHERE]
         self._several = bool(hosts.size) and (int(hosts.min()) != int(hosts.max()) or not hosts.min())
 
     def hear(self, row: int, before: WorkerLoad | None, load: WorkerLoad, now: float) -> None:
         """A heartbeat; ``before`` is the load of the last one of this life."""
-        keeps = math.exp(min(0.0, float(self.heard[row]) - now) / FADE)
+        end = self.ends[row]
+        keeps = math.exp(min(0.0, end.heard - now) / FADE)
         came, took = load.kv_bytes, load.kv_seconds
         if before is not None:
             came, took = max(0, came - before.kv_bytes), max(0.0, took - before.kv_seconds)
-        self.nbytes[row] = keeps * self.nbytes[row] + came
-        self.seconds[row] = keeps * self.seconds[row] + took
-        self.heard[row] = now
+        end.nbytes = self.nbytes[row] = keeps * end.nbytes + came
+        end.seconds = self.seconds[row] = keeps * end.seconds + took
+        end.heard = self.heard[row] = now
         # Where all are on one host no network is between them.
-        known = float(self.told[row]) if self._several else 0.0
-        self.pace[row] = _mixed(known or 1.0 / ASSUMED, float(self.nbytes[row]), float(self.seconds[row]))
+        known = end.told if self._several else 0.0
+        last, pace = end.pace, _mixed(known or 1.0 / ASSUMED, end.nbytes, end.seconds)
+        end.pace = self.pace[row] = pace
+        if self._slowest_end is not None and pace >= self._slowest_end:
+            self._slowest_end = pace
+        elif last == self._slowest_end:
+            self._slowest_end = None
 
     def crossed(self, prefill: int, decode: int, nbytes: int, seconds: float, now: float) -> None:
         """Blocks have gone from one row to another within the last so many seconds, others of them perhaps beside."""
@@ -139,16 +167,17 @@ class Links:
 
     def send(self, prefill: int, decode: int, seconds: float, now: float) -> None:
         """Blocks will cross from one row to another, for so long: both links are theirs then."""
-        self.until[[prefill, decode]] = self.ahead(prefill, decode, now) + now + seconds
+        until = self.ahead(prefill, decode, now) + now + seconds
+        self.ends[prefill].until = self.ends[decode].until = self.until[prefill] = self.until[decode] = until
+        self._latest = max(self._latest, until)
 
     def ahead(self, prefill: int, decode: int, now: float) -> float:
         """Seconds until both ends of a pair have carried what this router has sent over them."""
-        return max(0.0, float(self.until[prefill]) - now, float(self.until[decode]) - now)
+        return max(0.0, self.ends[prefill].until - now, self.ends[decode].until - now)
 
-    def in_time(self, nbytes: float, seconds: float, partners: Rows, rows: Rows, now: float) -> bool:
-        """Whether so many bytes cross in so many seconds for certain, whichever two of them they cross between."""
-        ahead = max(0.0, float(self.until[partners].max()) - now, float(self.until[rows].max()) - now)
-        return nbytes * self.most(now) + ahead <= seconds
+    def in_time(self, nbytes: float, seconds: float, now: float) -> bool:
+        """Whether so many bytes cross in so many seconds for certain, whichever two workers they cross between."""
+        return nbytes * self.most(now) + max(0.0, self._latest - now) <= seconds
 
     def paces(self, partners: Rows, rows: Rows, now: float) -> Floats:
         """Seconds of a byte to each of ``partners`` (decode) from each of ``rows`` (prefill)."""
@@ -172,19 +201,21 @@ class Links:
 
     def pair(self, prefill: int, decode: int, now: float) -> float:
         """The same of one pair."""
-        there, here = self._host[decode], self._host[prefill]
-        told = max(float(self.told[decode]), float(self.told[prefill])) or 1.0 / ASSUMED
-        if (there == here and there != 0) or there == ANYWHERE:
+        there, here = self.ends[decode], self.ends[prefill]
+        told = max(there.told, here.told) or 1.0 / ASSUMED
+        if (there.host == here.host and there.host != 0) or there.host == ANYWHERE:
             told = 1.0 / ASSUMED
-        keeps = math.exp((float(self.heard[decode]) - now) / FADE)
-        landed = _mixed(told, keeps * float(self.nbytes[decode]), keeps * float(self.seconds[decode]))
+        keeps = math.exp((there.heard - now) / FADE)
+        landed = _mixed(told, keeps * there.nbytes, keeps * there.seconds)
         keeps = math.exp((float(self._pair_heard[decode, prefill]) - now) / FADE)
         nbytes, seconds = float(self._pair_bytes[decode, prefill]), float(self._pair_seconds[decode, prefill])
         return _mixed(landed, keeps * nbytes, keeps * seconds)
 
     def most(self, now: float) -> float:
         """Seconds that a byte takes between any two at most."""
-        slowest = max(float(self.pace.max()), float(self.told.max()))
+        slowest = self._slowest_end
+        if slowest is None:
+            slowest = self._slowest_end = max(float(self.pace.max()), float(self.told.max()))
         return max(slowest, self._slowest) if now - self._slowest_at <= FORGOTTEN else slowest
 
 

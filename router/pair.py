@@ -42,6 +42,8 @@ def _sums(here: Sequence[float], there: Sequence[float], bound: float, turn: int
     # Sums only grow by what is added to them: who is too dear with the best partner there is no equal of the least.
     left = [place for place, cost in enumerate(here) if least_there + cost <= bound]
     right = [place for place, cost in enumerate(there) if cost + least_here <= bound]
+    if len(left) == len(right) == 1:
+        return left[0], right[0]
     if max([there[place] for place in right]) + max([here[place] for place in left]) <= bound:
         second, first = divmod(turn % (len(left) * len(right)), len(left))
         return left[first], right[second]

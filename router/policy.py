@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -43,8 +44,7 @@ IMBALANCE_TOKENS, IMBALANCE_SEQUENCES = 4096, 8
 """More than the least loaded has, at which a worker gets nothing for its prefix alone."""
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(NamedTuple):
     """What one attempt wants.
 
     Attributes:
@@ -80,8 +80,7 @@ class Snapshot:
     forecast: Forecast
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """Where one attempt runs; without ``decode``, prefill's token is the whole answer.
 
     ``local`` tells why a decode worker prefills, which is then both; it is "" where a prefill worker does.

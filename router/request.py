@@ -91,6 +91,9 @@ class RequestMachine:
         self._early: list[Tokens] = []
         self._expires_at = math.inf
         self._early_until = math.inf
+        # Prefill's word that its ships failed: decode may have everything, and is given a moment to say so.
+        self._doubt: tuple[Peer, KVFerryError] | None = None
+        self._doubted_until = math.inf
         self._place_at = math.inf
         self._wait_until = math.inf
         self._stalls_at = math.inf
@@ -128,7 +131,8 @@ class RequestMachine:
     @property
     def deadline(self) -> float:
         """When ``tick`` next has something to do."""
-        return min(self._expires_at, self._early_until, self._place_at, self._wait_until, self._stalls_at)
+        soonest = min(self._expires_at, self._early_until, self._doubted_until)
+        return min(soonest, self._place_at, self._wait_until, self._stalls_at)
 
     def submit(self, now: float) -> list[Instruction]:
         """The request is let in: its time begins to run."""
@@ -231,6 +235,14 @@ class RequestMachine:
         if sender != decode and self.state is RequestState.DECODING:
             return []  # decode has taken over; whatever befell the lease afterwards is no longer this request's
         error = message.error.to_error()
+        if sender != decode and self.state is RequestState.HANDOFF and isinstance(error, TransferError):
+            self._doubt = (sender, error)
+            self._doubted_until = min(self._doubted_until, now + self._limits.reorder_grace)
+            return []
+        return self._given_up(sender, error, now)
+
+    def _given_up(self, sender: Peer, error: KVFerryError, now: float) -> list[Instruction]:
+        prefill, decode = self._legs()
         # A transfer takes two; which of them is at fault, nobody can tell from here.
         culprits = {prefill, decode} if isinstance(error, TransferError) else {sender}
         blame = [Blame(frozenset(filter(None, culprits)), error)] if is_fault(error) else []
@@ -270,6 +282,9 @@ class RequestMachine:
             return self._fail(DeadlineExceeded(f"the request did not finish within {self._timeout:g} s"))
         if now >= self._early_until:
             return self._gap("decode answered, but prefill's first token never came", now)
+        if now >= self._doubted_until:
+            assert self._doubt is not None, "a doubt has a time"
+            return self._given_up(*self._doubt, now)
         if now >= self._wait_until:
             cause = "" if self._last_cause is None else f"; the last attempt failed: {self._last_cause.message}"
             return self._fail(NoWorkerAvailable(f"no worker became available in time{cause}"))
@@ -312,6 +327,7 @@ class RequestMachine:
         if finish is None:
             self._tracker.move(event)
             if event is RequestEvent.DECODED:
+                self._doubt, self._doubted_until = None, math.inf
                 self._stalls_at = now + self._limits.stall_timeout
             return [Emit(fresh, None, stage, logprobs, self._record.take())]
         self._tracker.move(RequestEvent.COMPLETED)
@@ -379,5 +395,6 @@ class RequestMachine:
         legs = dict.fromkeys(peer for peer in self._legs() if peer is not None)
         self.placement = None
         self._early, self._early_until = [], math.inf
+        self._doubt, self._doubted_until = None, math.inf
         self._place_at = self._wait_until = self._stalls_at = math.inf
         return [SendCancel(peer, self.key, reason[:MAX_TEXT], satisfied) for peer in legs]

@@ -2,6 +2,10 @@
 
 Life cycle: made without I/O, :meth:`RouterServer.start` once, :meth:`RouterServer.stop` once (a second call does
 nothing). A failed start leaves nothing behind. Signals are the caller's business.
+
+One router takes another's place without a client that notices: the new one's ``inherit`` brings it the socket that the
+old one listens at (:meth:`RouterServer.share`), both take connections from its one queue, and then the old one leaves
+(:meth:`RouterServer.leave`) and stops.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Generator
+from collections.abc import Awaitable, Callable, Generator
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -40,6 +44,11 @@ KEEP_ALIVE = 30
 START_POLL = 0.01
 STOP_MARGIN = 5.0
 """Seconds that uvicorn has beyond the grace to end what it cancelled."""
+LEAVE_POLL = 0.05
+CLOSE = (b"connection", b"close")
+
+Inherit = Callable[[Service], Awaitable[socket.socket | None]]
+"""Called once the hub is bound; gives a listening socket that another router has, or None to bind one."""
 
 
 class _SignalFreeServer(uvicorn.Server):
@@ -57,10 +66,12 @@ class RouterServer:
 
     Args:
         config: of this router.
+        inherit: see there; None binds at once.
     """
 
-    def __init__(self, config: RouterConfig) -> None:
-        self._config = config
+    def __init__(self, config: RouterConfig, inherit: Inherit | None = None) -> None:
+        self._config, self._inherit = config, inherit
+        self._listener: socket.socket | None = None
         self._service = Service(config, self._own_spans)
         self._tracing = contextlib.AsyncExitStack()
         self._tracer: Tracer | None = None
@@ -102,9 +113,15 @@ class RouterServer:
         defaults = SamplingDefaults.published(published)
         keys = read_keys(self._config.api_keys) if self._config.api_keys else ()
         check_classes(keys, self._config.slo)
-        listener = self._bind()
+        if self._inherit is None:
+            self._listener = self._bind()
         try:
             await self._service.start()
+            listener = self._listener
+            if listener is None:
+                assert self._inherit is not None
+                listener = self._listener = await self._inherit(self._service) or self._bind()
+            self._port = listener.getsockname()[1]
             traces = await self._begin_traces()
             config = FrontConfig(tool_format=self._config.tool_format, slo=self._config.slo)
             self._front = Front(self._service, tokenizer, config, Gatekeeper(keys), defaults, traces)
@@ -133,7 +150,8 @@ class RouterServer:
                 await asyncio.sleep(START_POLL)
         except BaseException:
             await self.stop()
-            listener.close()
+            if self._listener is not None:
+                self._listener.close()
             raise
         _log.info(
             "router %s serves %s at %s, hub %s", self._config.name, self._config.model, self.url, self.hub_endpoint
@@ -158,6 +176,33 @@ class RouterServer:
         ended = done.pop()
         cause = None if ended.cancelled() else ended.exception()
         raise StartFailed(f"router {self._config.name}: {ended.get_name()} ended by itself: {cause!r}") from cause
+
+    def share(self) -> socket.socket | None:
+        """The socket that it listens at, for another router to listen at it too; None when it takes no connections."""
+        if self._task is None or self._listener is None or self._listener.fileno() < 0:
+            return None
+        return self._listener
+
+    async def leave(self, timeout: float) -> None:  # noqa: ASYNC109  clients' time, not the caller's
+        """Take no new connection and wait, for ``timeout`` seconds at most, until clients have left the open ones.
+
+        Each answer from now on tells its client to come by another connection, and what asks by this one meanwhile is
+        served: who closes a connection at which a request is on its way makes that fail.
+        """
+        assert self._server is not None, "known once started"
+        assert self._front is not None
+        assert self._listener is not None
+        self._front.end_watching()
+        for each in self._server.servers:
+            each.close()
+        self._listener.close()
+        # uvicorn makes its own list anew from the configured one, once a second.
+        self._server.config.encoded_headers.append(CLOSE)
+        self._server.server_state.default_headers.append(CLOSE)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while self._server.server_state.connections:  # noqa: ASYNC110  uvicorn tells nobody
+                    await asyncio.sleep(LEAVE_POLL)
 
     async def stop(self) -> None:
         """Take no new connection, let open answers go on for the grace, then end everything."""
@@ -205,5 +250,4 @@ class RouterServer:
             listener.close()
             where = f"{self._config.host}:{self._config.port}"
             raise StartFailed(f"router {self._config.name} cannot listen at {where}: {error}") from error
-        self._port = listener.getsockname()[1]
         return listener

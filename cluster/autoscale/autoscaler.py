@@ -19,7 +19,6 @@ from cluster.autoscale.planner import Action, Grow, Leave, Plan, Planner, Provid
 from cluster.autoscale.report import AutoscaleReport, Change, roles_of, spelled
 from cluster.autoscale.router_view import RouterView
 from cluster.config import ClusterConfig
-from cluster.plan import ROUTER_NAME
 from cluster.scale_section import AutoSection
 from cluster.supervision import Supervision
 from protocol.errors import KVFerryError
@@ -57,7 +56,7 @@ class Autoscaler:
             return
         if self._asked is None and now >= self._due:
             self._due = now + auto.interval
-            self._ask()
+            self._ask(supervision)
         if self._asked is None or not self._ray.wait([self._asked], timeout=0)[0]:
             return
         call, self._asked = self._asked, None
@@ -94,10 +93,13 @@ class Autoscaler:
         self._observer = Observer(self._auto.window, self._auto.cooldown)
         self._plan, self._asked, self._due, self._error = None, None, 0.0, ""
 
-    def _ask(self) -> None:
+    def _ask(self, supervision: Supervision) -> None:
+        router = supervision.newest_router
         try:
-            self._asked = self._ray.get_actor(ROUTER_NAME).view.remote()
+            self._asked = None if router is None else self._ray.get_actor(router).view.remote()
         except ValueError:
+            router = None
+        if router is None:
             self._error = "there is no router"
 
     def _carry_out(self, action: Action, supervision: Supervision, now: float) -> None:

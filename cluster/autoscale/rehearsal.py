@@ -14,7 +14,6 @@ from cluster.autoscale.observer import Observer
 from cluster.autoscale.planner import ROLES, Plan, Planner, Staying
 from cluster.autoscale.router_view import RouterView
 from cluster.config import ClusterConfig
-from cluster.plan import ROUTER_NAME
 from protocol.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -44,21 +43,30 @@ def rehearse(asked: Operator, ray: Any, config: ClusterConfig, seconds: float, t
     planner, observer = Planner(auto, exchangeable=exchangeable(config)), Observer(auto.window, auto.cooldown)
     end = time.monotonic() + seconds
     while True:
-        figures = _figures(ray, config)
+        report = asked.report()
+        figures = _figures(ray, _router(report), config)
         now = time.monotonic()
         seen = observer.take(figures, now)
         if seen is not None:
-            told(planner.plan(_staying(asked.report(), figures), seen, now))
+            told(planner.plan(_staying(report, figures), seen, now))
         if now + auto.interval > end and seen is not None:
             return
         time.sleep(auto.interval)
 
 
-def _figures(ray: Any, config: ClusterConfig) -> RouterFigures:
+def _router(report: SupervisorReport) -> str:
+    """The one that began last of those that serve."""
+    serving = [member for member in report.members if member.role == "router" and member.state == "ready"]
+    if not serving:
+        raise ClusterError("there is no router that serves; see: kvferry status")
+    return max(serving, key=lambda member: member.incarnation).name
+
+
+def _figures(ray: Any, router: str, config: ClusterConfig) -> RouterFigures:
     try:
-        answer = ray.get(ray.get_actor(ROUTER_NAME).view.remote(), timeout=CALL_SECONDS)
+        answer = ray.get(ray.get_actor(router).view.remote(), timeout=CALL_SECONDS)
     except (ValueError, ray.exceptions.RayError) as error:
-        raise ClusterError(f"{ROUTER_NAME} does not answer: {error}") from error
+        raise ClusterError(f"{router} does not answer: {error}") from error
     return msgspec.json.decode(answer, type=RouterView).figures(config.scale.auto)
 
 

@@ -142,7 +142,7 @@ def _holder(port: int) -> str:
     store = StateStore()
     for name in store.names():
         state = store.load(name)
-        if any(address.rpartition(":")[2] == str(port) for address in (state.url, state.hub)):
+        if any(address.rpartition(":")[2] == str(port) for address in (state.url, *state.hubs)):
             return name
     return ""
 

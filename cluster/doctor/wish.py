@@ -47,5 +47,6 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
         """Field, host and port of each port that the file fixes."""
         router = self.config.router
         hub_host = "127.0.0.1" if self.here else ""
-        wanted = (("router.port", router.host, router.port), ("router.hub_port", hub_host, router.hub_port))
-        return tuple(each for each in wanted if each[2])
+        hub, spare = router.hub_port, router.hub_port + (2 if router.port == router.hub_port + 1 else 1)
+        hubs = [("router.hub_port", hub_host, each) for each in (hub, spare) if hub]
+        return (*([("router.port", router.host, router.port)] if router.port else []), *hubs)

@@ -2,7 +2,8 @@
 
 Life cycle: made -> connected -> [move -> through]* -> closed (endpoint closed by force, worker destroyed). A move that
 is not through when it ends takes the channel with it: UCX lets no receive be taken back that has begun to fill, so what
-proves that the memory is quiet is that its worker is no more.
+proves that the memory is quiet is that its worker is no more. Closing waits for nobody: it is one turn more, and then
+the worker goes, whatever the peer does or does not.
 """
 
 from __future__ import annotations
@@ -167,11 +168,11 @@ class Channel:
         status = self._calls.kvf_turn(self._handle, TURN)
         if not self._is_quiet():
             self._look()
-        if self._closing and self._calls.kvf_closed(self._handle):
+        if self._closing:
             self._free()
         elif status:
             self.kick()
-        elif self._unasked is None and (self._closing or not self._is_quiet()):
+        elif self._unasked is None and not self._is_quiet():
             self._unasked = self._loop.call_later(UNASKED, self._unasked_turn)
 
     def _is_quiet(self) -> bool:

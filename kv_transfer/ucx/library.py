@@ -43,7 +43,6 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "kvf_moved": (ctypes.c_int, (_POINTER,)),
     "kvf_turn": (ctypes.c_int, (_POINTER, ctypes.c_double)),
     "kvf_close": (ctypes.c_int, (_POINTER,)),
-    "kvf_closed": (ctypes.c_int, (_POINTER,)),
     "kvf_channel_free": (None, (_POINTER,)),
 }
 

@@ -31,7 +31,6 @@ typedef struct {
 typedef struct channel {
     ucp_worker_h worker;
     ucp_ep_h ep;
-    void *closing;
     int closed;
     ucs_status_t broken;
     /* the move */
@@ -256,7 +255,7 @@ API int kvf_moved(channel_t *channel) {
     if (channel->result != UCS_OK) return channel->result;
     if (channel->index == channel->count && !channel->pieces) return UCS_OK;
     if (channel->broken != UCS_OK) return channel->broken;
-    return *channel->stop || channel->closing || channel->closed ? UCS_ERR_CANCELED : UCS_INPROGRESS;
+    return *channel->stop || channel->closed ? UCS_ERR_CANCELED : UCS_INPROGRESS;
 }
 
 static slot_t *free_slot(channel_t *channel) {
@@ -267,7 +266,7 @@ static slot_t *free_slot(channel_t *channel) {
 
 static int may_issue(const channel_t *channel) {
     return channel->index < channel->count && channel->result == UCS_OK && channel->broken == UCS_OK &&
-           !channel->closing && !channel->closed && channel->flying < FLIGHT_BYTES && !*channel->stop;
+           !channel->closed && channel->flying < FLIGHT_BYTES && !*channel->stop;
 }
 
 static ucs_status_ptr_t begin(channel_t *channel, slot_t *slot, void *buffer) {
@@ -316,17 +315,8 @@ static double now(void) {
     return time.tv_sec + time.tv_nsec * 1e-9;
 }
 
-static void check_closing(channel_t *channel) {
-    if (!channel->closing || ucp_request_check_status(channel->closing) == UCS_INPROGRESS) return;
-    ucp_request_free(channel->closing);
-    channel->closing = NULL;
-    channel->closed = 1;
-}
-
 static unsigned progress(channel_t *channel) {
-    unsigned moved = issue(channel) + ucp_worker_progress(channel->worker);
-    check_closing(channel);
-    return moved;
+    return issue(channel) + ucp_worker_progress(channel->worker);
 }
 
 /* Go on until there is nothing to do: 0, the event fd will tell; or until `seconds` are over: 1; or an error, < 0. */
@@ -343,23 +333,18 @@ API int kvf_turn(channel_t *channel, double seconds) {
     return 1;
 }
 
-/* Close the endpoint at once, whatever is under way on it, which then ends with an error. */
+/* Close the endpoint at once, whatever is under way on it, which then ends with an error. By force UCX waits for nobody:
+ * what the peer has no room for, or does not take, it lets go of. */
 API int kvf_close(channel_t *channel) {
-    if (channel->closing || channel->closed) return UCS_OK;
-    if (!channel->ep) {
-        channel->closed = 1;
-        return UCS_OK;
-    }
+    ucp_ep_h ep = channel->ep;
+    channel->closed = 1;
+    channel->ep = NULL;
+    if (!ep) return UCS_OK;
     ucp_request_param_t params = {.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS, .flags = UCP_EP_CLOSE_FLAG_FORCE};
-    void *request = ucp_ep_close_nbx(channel->ep, &params);
-    if (UCS_PTR_IS_PTR(request))
-        channel->closing = request;
-    else
-        channel->closed = 1;
+    ucs_status_ptr_t request = ucp_ep_close_nbx(ep, &params);
+    if (UCS_PTR_IS_PTR(request)) ucp_request_free(request); /* none that we know makes one */
     return UCS_PTR_IS_ERR(request) ? UCS_PTR_STATUS(request) : UCS_OK;
 }
-
-API int kvf_closed(channel_t *channel) { return channel->closed; }
 
 /* Only when closed. The worker goes with every receive that is still posted or half full, so this is what ends the last
  * write to the memory. */

@@ -27,6 +27,15 @@ async def until(condition: Callable[[], object], what: str, limit: float = PATIE
         await asyncio.sleep(PAUSE)
 
 
+async def _readable(descriptor: int) -> None:
+    loop, ready = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(descriptor, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(descriptor)
+
+
 class Hand:
     """One process of the crew.
 
@@ -68,6 +77,16 @@ class Hand:
 
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
+
+    async def kill(self) -> None:
+        """SIGKILL, and wait until the kernel has ended the process, and with it whatever it had open."""
+        with suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(self.pid)
+            try:
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                await _readable(descriptor)
+            finally:
+                os.close(descriptor)
 
     async def stop(self) -> None:
         """SIGSTOP, and wait until the kernel says that every thread is stopped."""

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 
 from crew import Crew, Hand, until
 from fault_points import Point, Transfer, innocent_transfers
+from own_time import OwnTime, in_own_time
 from pace import allowed
 from port import Port, holdings, pattern
 
@@ -22,7 +23,7 @@ from kv_transfer.transport import TransportConfig
 TIMEOUT, LONGEST_TIMEOUT = 1.5, 6.0
 """The survivor's time limit for a peer that does not move: on an idle machine, and at most."""
 KNOWN = 1.0
-"""Seconds in which a kill is known, a window closed and a ship aborted, on an idle machine."""
+"""Seconds of our own time in which a kill is known, a window closed and a ship aborted."""
 SLACK = 1.0
 """What may come on top of the time limit."""
 
@@ -88,11 +89,12 @@ class Survivor:
             begin = self._ship_there if point.victim == "receiver" else self._ship_here
             ships = await begin(point)
             await self._until_the_moment(point)
+            struck = time.monotonic()
             if point.fault == "kill":
-                self._victim.signal(signal.SIGKILL)
+                await self._victim.kill()
             else:
                 await self._victim.stop()
-            struck = time.monotonic()
+                struck = time.monotonic()
             judge = self._judge_windows if point.victim == "sender" else self._judge_ships
             await judge(point, ships, struck)
         if point.fault == "kill":
@@ -197,15 +199,20 @@ class Survivor:
             begun = not port.untouched(transfer.targets, transfer.size)
             self.struck["over" if whole else "under way" if begun else "not begun"] += 1
         if point.fault == "kill":
-            await until(lambda: all(map(self._is_known, point.transfers)), "the end of each window", allowed(KNOWN))
-            await self._lost_its_connections()
+            clock = OwnTime()
+            known = await in_own_time(lambda: all(map(self._is_known, point.transfers)), KNOWN, clock)
+            assert known, f"a window did not end in {KNOWN} s of our own time after the kill"
+            parted = await in_own_time(lambda: not self._excess(), KNOWN, clock)
+            assert parted, f"a connection did not end in {KNOWN} s of our own time after the kill: {self._excess()}"
             assert all(map(self._is_known, point.transfers)), "a window that nobody fills was not reported"
             self._note(point, struck)
         else:
             await asyncio.sleep(point.pause)
         for transfer in point.transfers:
             began = time.monotonic()
-            await asyncio.wait_for(port.close(transfer.ticket), allowed(KNOWN))
+            closing = asyncio.create_task(port.close(transfer.ticket))
+            assert await in_own_time(closing.done, KNOWN), f"closing a window took over {KNOWN} s of our own time"
+            await closing
             if point.fault == "stop":
                 self.known.setdefault("sender stop, window closed", []).append(time.monotonic() - began)
             landed = port.landed[transfer.ticket]
@@ -240,11 +247,11 @@ class Survivor:
             await asyncio.sleep(point.pause)
             struck = time.monotonic()
             await self._abort(point)
-        limit = self._timeout * 1.25 + allowed(SLACK) if point.patient and not killed else allowed(KNOWN)
-        _, late = await asyncio.wait(ships, timeout=limit)
-        if late:
-            assert not killed, f"{len(late)} ships go on {limit} s after the kill"
-            assert self._is_held(), f"{len(late)} ships go on {limit} s after the stop, and no copy holds them"
+        limit = self._timeout * 1.25 + SLACK if point.patient and not killed else KNOWN
+        if not await in_own_time(lambda: all(ship.done() for ship in ships), limit):
+            late = f"{sum(not ship.done() for ship in ships)} ships go on {limit} s of our own time"
+            assert not killed, f"{late} after the kill"
+            assert self._is_held(), f"{late} after the stop, and no copy holds them"
             self.held += 1
         else:
             self._note(point, struck)
@@ -253,7 +260,8 @@ class Survivor:
                 self._port.spoil(transfer.sources, transfer.size)
         if not killed:
             self._victim.signal(signal.SIGCONT)
-            await asyncio.wait_for(asyncio.gather(*ships), allowed(KNOWN))
+            ended = await in_own_time(lambda: all(ship.done() for ship in ships), KNOWN)
+            assert ended, f"a ship goes on {KNOWN} s of our own time after the receiver did"
         codes = [ship.result() for ship in ships]
         assert set(codes) <= {"shipped", "channel_lost"}, codes
         for transfer, code in zip(point.transfers, codes, strict=True):
@@ -272,8 +280,8 @@ class Survivor:
         aborts = [
             asyncio.create_task(self._port.sender.abort(bytes.fromhex(transfer.ticket))) for transfer in point.transfers
         ]
-        _, late = await asyncio.wait(aborts, timeout=allowed(KNOWN))
-        assert not late or self._is_held(), "an abort waits, and no copy holds it up"
+        in_time = await in_own_time(lambda: all(abort.done() for abort in aborts), KNOWN)
+        assert in_time or self._is_held(), f"an abort takes over {KNOWN} s of our own time, and no copy holds it up"
 
     def _is_held(self) -> bool:
         """Whether a receiver was stopped within a batch that it copies from our memory: only shm can be."""
@@ -291,9 +299,6 @@ class Survivor:
     def _note(self, point: Point, struck: float) -> None:
         how = "" if point.fault == "kill" else ", waited" if point.patient else ", aborted"
         self.known.setdefault(f"{point.victim} {point.fault}{how}", []).append(time.monotonic() - struck)
-
-    async def _lost_its_connections(self) -> None:
-        await until(lambda: not self._excess(), "the end of the victim's connections", allowed(KNOWN))
 
     def _excess(self) -> dict[str, tuple[int, int]]:
         now = holdings()

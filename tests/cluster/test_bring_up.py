@@ -24,7 +24,7 @@ from cluster.progress import Step
 from cluster.ray_node import connect, node_pids
 from cluster.state import ClusterState, NodeState, StateStore
 from cluster.status import ActorReport, ClusterReport, cluster_report
-from protocol.errors import ClusterExists, ClusterNotFound, KVFerryError, StartFailed
+from protocol.errors import ClusterError, ClusterExists, ClusterNotFound, KVFerryError, StartFailed
 from router.client import Client, Completion
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -211,6 +211,23 @@ def test_a_cluster_whose_ray_has_begun_anew_is_told_with_the_way_out(address: st
     assert (report.state, report.actors) == ("dead", ())
     assert "kvferry down former" in report.hint
     down("former", store=store)
+    assert store.names() == []
+
+
+def test_a_cluster_whose_ray_cannot_be_reached_is_forgotten_when_that_is_said(tmp_path: Path) -> None:
+    store = StateStore(tmp_path / "state")
+    with socket.socket() as gone:
+        gone.bind(("127.0.0.1", 0))
+        node = NodeState(address=f"127.0.0.1:{gone.getsockname()[1]}")
+    store.save(msgspec.structs.replace(store.reserve("lost"), node=node, actors=("router-0",), ready=True))
+    with pytest.raises(ClusterError, match=f"no Ray answers at {node.address}: .*: kvferry down lost --forget"):
+        down("lost", store=store)
+    with pytest.raises(ClusterError, match="no Ray answers"):
+        cluster_report("lost", store=store)
+    assert store.names() == ["lost"]
+    steps: list[Step] = []
+    down("lost", steps.append, store=store, forget=True)
+    assert "forgotten, not stopped: no Ray answers" in steps[0].stage
     assert store.names() == []
 
 

@@ -221,7 +221,7 @@ def test_where_nothing_comes_again_cost_does_not_lose() -> None:
     scene = scenario(prefill=8, decode=8)
     cost, *others = (
         simulate(replace(scene, policy=policy), trace, 600)
-        for policy in ("cost", "round_robin", "prefix_aware", "power_of_two")
+        for policy in ("cost", "least_loaded", "prefix_aware", "power_of_two")
     )
     assert cost.ttft.mean <= 1.02 * min(other.ttft.mean for other in others)
     assert cost.good >= 0.998 * max(other.good for other in others)

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from world import World
+from world import LIMIT, World
 
 from cluster.member import MAX_PAUSE_SECONDS, STEADY_SECONDS, Sight
 from cluster.supervision import (
@@ -127,7 +127,7 @@ def test_one_that_does_not_leave_in_time_is_ended() -> None:
 
 
 def test_one_that_found_no_room_is_given_up_without_being_asked() -> None:
-    world = World(1, 1, room=3)
+    world = World(1, 1, room=2)
     world.settle()
     world.supervision.scale({"decode": 2})
     for _ in range(3):
@@ -161,15 +161,45 @@ def test_a_restart_replaces_all_and_never_serves_with_less(count: int) -> None:
     config = msgspec.structs.replace(world.saved.config, served_name="new")
     world.supervision.restart(config)
     world.settle(lambda: min(world.serving("prefill"), world.serving("decode")) >= count)
-    workers = [member for member in world.alive.values() if member.role != "router"]
-    assert len(workers) == 2 * count
-    assert {member.revision for member in workers} == {2}
-    assert world.alive["router-0"].incarnation == 1
+    assert len(world.alive) == 2 * count + 1
+    assert {member.revision for member in world.alive.values()} == {2}
     assert world.saved.config.served_name == "new"
 
 
+def test_the_router_is_replaced_last_by_one_that_serves_before_it_leaves() -> None:
+    world = World(2, 2)
+    for name, former in (("router-1", "router-0"), ("router-0", "router-1")):
+        world.settle()
+        world.done.clear()
+        world.supervision.restart(world.saved.config)
+        world.settle(lambda: world.serving("router") >= 1)
+        changed = [each for each in world.done if isinstance(each, Create | Drain)]
+        assert changed[-1] == Drain(former, LIMIT)
+        (made,) = (each for each in changed if isinstance(each, Create) and each.member.role == "router")
+        assert made.member.name == name
+        assert not any(isinstance(each, Create) for each in changed[changed.index(made) + 1 :])
+        assert world.supervision.newest_router == name
+
+
+def test_a_router_that_cannot_share_its_port_stays_until_it_ends() -> None:
+    world = World()
+    world.settle()
+    world.supervision.restart(world.saved.config, ["router-0"])
+    world.settle()
+    assert world.alive["router-0"].incarnation == 1
+    world.supervision = Supervision(world.saved, world.now)
+    world.settle()
+    assert world.alive["router-0"].incarnation == 1, "a later supervisor knows it too"
+    world.die("router-0")
+    world.settle()
+    assert not world.alive["router-0"].fixed
+    world.supervision.restart(world.saved.config)
+    world.settle()
+    assert world.names() == ["decode-0", "prefill-0", "router-1"]
+
+
 def test_without_room_for_one_more_an_old_one_makes_room() -> None:
-    world = World(2, 2, room=5)
+    world = World(2, 2, room=4)
     world.settle()
     world.supervision.restart(world.saved.config)
     world.settle(lambda: min(world.serving("prefill"), world.serving("decode")) >= 1, turns=1000)
@@ -177,7 +207,7 @@ def test_without_room_for_one_more_an_old_one_makes_room() -> None:
 
 
 def test_the_only_one_is_not_let_go_without_a_successor() -> None:
-    world = World(1, 1, room=3)
+    world = World(1, 1, room=2)
     world.settle()
     world.supervision.restart(world.saved.config)
     for _ in range(int(3 * NO_ROOM_SECONDS / 0.2)):

@@ -23,7 +23,12 @@ LIMIT = 60.0
 
 
 class World:
-    """What Ray would do: processes that come up, leave when asked, and die when the test says so."""
+    """What Ray would do: processes that come up, leave when asked, and die when the test says so.
+
+    Args:
+        prefill, decode: workers.
+        room: for so many workers; a router needs none.
+    """
 
     def __init__(self, prefill: int = 1, decode: int = 1, *, room: int = 99) -> None:
         config = ClusterConfig(
@@ -44,15 +49,20 @@ class World:
     def place(self, member: MemberRecord) -> None:
         assert member.name not in self.alive, "two lives of one name"
         self.alive[member.name] = member
-        placed = sum(sight is not Sight.PLACING for sight in self.seen.values())
-        self.seen[member.name] = Sight.READY if placed < self.room else Sight.PLACING
+        fits = member.role == "router" or self._placed() < self.room
+        self.seen[member.name] = Sight.READY if fits else Sight.PLACING
 
     def die(self, name: str) -> None:
         del self.alive[name]
         del self.seen[name]
         for other, sight in self.seen.items():
-            if sight is Sight.PLACING and sum(each is not Sight.PLACING for each in self.seen.values()) < self.room:
+            if sight is Sight.PLACING and self._placed() < self.room:
                 self.seen[other] = Sight.READY
+
+    def _placed(self) -> int:
+        return sum(
+            self.alive[name].role != "router" and sight is not Sight.PLACING for name, sight in self.seen.items()
+        )
 
     def turn(self, seconds: float = 0.2) -> list[Instruction]:
         self.now += seconds

@@ -18,7 +18,7 @@ from ucx_here import need_ucx
 from kv_transfer import hello
 from kv_transfer.transport import TransportConfig
 from kv_transfer.ucx import handshake, wire
-from kv_transfer.ucx.channel import Channel, Stop
+from kv_transfer.ucx.channel import CLOSED, Channel, Stop
 from kv_transfer.ucx.library import Context, library
 from kv_transfer.ucx.wire import Verdict
 from kv_transfer.windows import Part
@@ -127,6 +127,34 @@ async def test_an_event_that_nobody_is_told_of_costs_a_moment(
     pool.free()
     assert sent.result() == received.result() == 0
     assert (memory == 7).all()
+
+
+@pytest.mark.parametrize("tls", ["sysv", "posix", "tcp"])
+async def test_a_channel_closes_in_two_turns_though_its_peer_stands_still(
+    tls: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over shared memory its queue is full then: what is flushed, even to be cancelled, waits for room there."""
+    monkeypatch.setenv(f"UCX_{tls.upper()}_FIFO_SIZE", "64")
+    memory = np.zeros(4 << 20, np.uint8)
+    pool = Context(memory.ctypes.data, memory.nbytes, writable=True, tls=tls)
+    with monkeypatch.context() as deaf:
+        deaf.setattr(asyncio.get_running_loop(), "add_reader", lambda *_: None)
+        still = Channel(pool)
+    near = Channel(pool)
+    near.connect(still.address())
+    # Below the rendezvous: pieces that set out without being asked for.
+    pieces = [(memory.ctypes.data + offset, 31 << 10) for offset in range(0, memory.nbytes // 2, 31 << 10)]
+    sent = near.move(pieces, Stop(), receives=False)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not sent.done()
+    closed = near.close()
+    for _ in range(2):
+        await asyncio.sleep(0)
+    assert closed.done()
+    assert sent.result() == CLOSED
+    await still.close()
+    pool.free()
 
 
 async def test_no_lane_is_for_a_keepalive(context: Context) -> None:

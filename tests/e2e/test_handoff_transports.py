@@ -10,7 +10,8 @@ from oracle import Oracle
 from rack import rack
 
 from kv_transfer.choice import Chooser
-from protocol.errors import UnknownTransport
+from kv_transfer.shm.target import HostTarget
+from protocol.errors import AttemptsExhausted, UnknownTransport
 
 PROMPT = [5, 9, 11, 200, 3, 17, 40, 41, 42, 99, 7]
 
@@ -57,6 +58,27 @@ async def test_out_of_reach_the_next_best_is_taken_and_told_once(
                 assert answer.report.transport == "tcp"
         assert running.prefill[0].load().transport_fallbacks == 1
         assert [record.message.count("another host") for record in caplog.records] == [1]
+
+
+@pytest.mark.parametrize("mode", ["auto", "shm"])
+async def test_releases_that_share_no_version_of_a_transport(
+    tiny_llama_dir: Path, tiny_oracle: Oracle, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    monkeypatch.setattr(HostTarget, "versions", (9, 12))
+    words = "no common version of the shm transport: peer speaks 9 to 12, this process 2 to 2"
+    async with rack(tiny_llama_dir, ship_by=mode, listen_by=mode) as running:
+        if mode == "shm":
+            with pytest.raises(AttemptsExhausted, match=f"no transport reaches the decode worker: shm: .*{words}"):
+                await running.ask(PROMPT)
+            # Once workers of the newer release can be shipped to by somebody, requests are served; see auto.
+        else:
+            for attempts in (2, 1):
+                answer = await running.ask(PROMPT)
+                assert answer.token_ids == tiny_oracle.greedy(PROMPT, 12)
+                assert answer.report is not None
+                assert (answer.report.transport, answer.report.attempts) == ("tcp", attempts)
+        await running.settle()
+        assert not sum(worker.load().pool.leaked for worker in (*running.prefill, *running.decode))
 
 
 async def test_a_forced_transport_that_is_not_offered_is_one_clear_error(tiny_llama_dir: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -81,14 +82,15 @@ class Release:
         fresh.symlink_to(release, target_is_directory=True)
         fresh.rename(self._place)
 
-    def kvferry(self, *words: str) -> None:
-        """The command of that release."""
+    def kvferry(self, *words: str) -> str:
+        """The command of that release; gives what it told of its steps."""
         environment = os.environ | {"PYTHONPATH": str(self._place), "KVFERRY_STATE_DIR": str(self._folder / "state")}
         command = [sys.executable, "-m", "cluster", *words]
         done = subprocess.run(
             command, env=environment, cwd=self._folder, capture_output=True, text=True, timeout=360, check=False
         )
         assert done.returncode == 0, done.stderr
+        return done.stderr
 
 
 class Asking:
@@ -148,8 +150,10 @@ def test_a_cluster_goes_from_one_release_to_the_next_and_no_request_fails(
         asking = Asking(store.load("rolling").url)
         with asking.running():
             machine.install(ROOT)
-            machine.kvferry("restart")
+            told = machine.kvferry("restart")
         assert not asking.failed
+        # One of that release cannot share its port, and its successor would have to wait for its end.
+        assert re.search(r"router-0 +stays: it is of a release that cannot share its port", told), told
         report = cluster_report("rolling", store=store)
         assert [actor.status.name for actor in report.actors] == ["router-0", "prefill-1", "decode-1"]
         # What the older release's processes say of themselves has no node.

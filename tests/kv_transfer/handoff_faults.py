@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kv_transfer import instructions as do
 from kv_transfer.imports import ImportBook
@@ -10,7 +11,7 @@ from kv_transfer.lease import LeaseBook
 from kv_transfer.lease_state import Layers, Lease
 from protocol.errors import KVFerryError
 from protocol.ids import Peer, RequestKey
-from protocol.messages import ErrorInfo, Handover, Renew
+from protocol.messages import Handover, Renew
 
 
 class ReleasesInFlight(LeaseBook):
@@ -59,12 +60,19 @@ class ShipsLayersTwice(LeaseBook):
 
 
 class SpeaksForItsReader(LeaseBook):
-    """Tells the router of a ship that failed though the reader answers for the request already."""
+    """Tells of a ship that failed as if the reader did not answer for the request already."""
 
     def ship_failed(self, key: RequestKey, ship_id: int, error: KVFerryError, now: float) -> list[do.Instruction]:
         told = super().ship_failed(key, ship_id, error, now)
-        failed = do.Failed(key, ErrorInfo.of(error))
-        return [*told, failed] if told and failed not in told else told
+        return [replace(each, handed_over=False) if isinstance(each, do.Failed) else each for each in told]
+
+
+class LeavesItsReaderAlone(LeaseBook):
+    """Says of a ship that failed after the hand-over to the reader alone."""
+
+    def ship_failed(self, key: RequestKey, ship_id: int, error: KVFerryError, now: float) -> list[do.Instruction]:
+        told = super().ship_failed(key, ship_id, error, now)
+        return [each for each in told if not (isinstance(each, do.Failed) and each.handed_over)]
 
 
 class CommitsOnTheHandover(ImportBook):

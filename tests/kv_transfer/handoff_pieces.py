@@ -9,6 +9,7 @@ from typing import Any
 
 from kv_transfer import instructions as do
 from protocol.ids import RequestKey
+from protocol.messages import Abort, Grant, Handover, Refuse, Renew, Settle
 
 Owner = tuple[str, RequestKey]
 Tokens = tuple[tuple[str, int], ...]
@@ -16,6 +17,8 @@ Tokens = tuple[tuple[str, int], ...]
 Action = tuple[Any, ...]
 """What happens, and to whom."""
 TTL = 3.0
+METHODS = {Grant: "grant", Renew: "renew", Settle: "settle", Abort: "abort", Handover: "handover", Refuse: "refuse"}
+"""Of the books, by the message that they take."""
 
 
 class Fault(Exception):
@@ -116,3 +119,7 @@ class Request:
     first_block: int = 0
     attempt: int = 0
     state: str = "new"
+
+    def runs(self, key: RequestKey) -> bool:
+        """Whether that is its attempt, and has not ended."""
+        return (self.attempt, self.state) == (key.attempt, "live")

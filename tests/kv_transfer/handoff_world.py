@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from handoff_choices import FAULTS
-from handoff_pieces import TTL, Action, Pool, Request, ShipRun, WindowRun, require
+from handoff_pieces import METHODS, TTL, Action, Pool, Request, ShipRun, WindowRun, require
 
 from kv_transfer import instructions as do
 from kv_transfer.imports import ImportBook
@@ -24,9 +24,7 @@ from kv_transfer.lease_state import Layers
 from protocol.errors import ChannelLost, Preempted, TicketRejected
 from protocol.ids import Peer, RequestKey
 from protocol.layout import KVLayout
-from protocol.messages import Abort, Grant, Handover, PrefillAddress, Refuse, Renew, Settle
-
-METHODS = {Grant: "grant", Renew: "renew", Settle: "settle", Abort: "abort", Handover: "handover", Refuse: "refuse"}
+from protocol.messages import PrefillAddress, Refuse
 
 
 class World:
@@ -80,9 +78,8 @@ class World:
     # The router.
 
     def _do_start(self, name: str) -> None:
-        request = self.requests[name]
-        self.requests[name] = replace(request, state="live")
-        key = RequestKey(name, request.attempt)
+        self.requests[name] = replace(self.requests[name], state="live")
+        key = RequestKey(name, self.requests[name].attempt)
         self.bag += [("router", "P", "prefill", key, self.peers["D"]), ("router", "D", "reserve", key, self.peers["P"])]
 
     def _do_cancel(self, name: str) -> None:
@@ -90,9 +87,9 @@ class World:
         self.requests[name] = replace(self.requests[name], state="over")
         self.bag += [("router", side, "cancel", key, self.peers[side]) for side in ("P", "D")]
 
-    def _failed(self, key: RequestKey) -> None:
+    def _failed(self, key: RequestKey, handed_over: bool) -> None:
         request = self.requests[key.request_id]
-        if request.attempt != key.attempt or request.state == "over":
+        if request.attempt != key.attempt or request.state == "over" or (handed_over and request.state == "done"):
             return
         require(request.state != "done", f"{key} is reported as failed after its commit")
         self._do_cancel(key.request_id)
@@ -111,7 +108,10 @@ class World:
         elif what == "landed":
             self._land(*rest)
         else:
+            fails = what == "ship_failed" and self.leases.is_open(rest[0])
             self._run(side, getattr(self._book(side), what)(*rest, self.now))
+            untold = fails and self.requests[rest[0].request_id].runs(rest[0])
+            require(not untold, f"a ship of {rest[0]} failed, and the router is not told")
 
     def _land(self, ticket: bytes, blocks: tuple[int, ...], layers: range) -> None:
         """The receiver's book adds up as it reports: a block is told of with the last of its layers, in any order."""
@@ -194,11 +194,11 @@ class World:
             self._computed(key, block)
 
     def _write(self, key: RequestKey, block: int, layers: range) -> None:
+        pool = self.pools["P"]
         read = any(run.reads(block, layers) for run in self.ships.values())
         require(not read, f"{key} writes block {block} while a ship reads it")
-        own = self.pools["P"].held_by(block, ("table", key))
-        require(own, f"{key} computes in block {block}, which is not its own")
-        self.pools["P"].write(block, layers, self._tokens(key, len(self.jobs[key][1]), self.size))
+        require(pool.held_by(block, ("table", key)), f"{key} computes in block {block}, which is not its own")
+        pool.write(block, layers, self._tokens(key, len(self.jobs[key][1]), self.size))
 
     def _computed(self, key: RequestKey, block: int) -> None:
         reader, blocks = self.jobs[key]
@@ -266,8 +266,8 @@ class World:
             self.bag.append(("local", "P", "ship_failed", ship.key, ship_id, TicketRejected("no such window")))
             return
         written = self.pools["D"]
-        owners = ("import", window.key), ("quarantine", window.key)
-        require(written.held_by(target, *owners), f"{ship.key} writes block {target}, which is not its own")
+        held = written.held_by(target, ("import", window.key), ("quarantine", window.key))
+        require(held, f"{ship.key} writes block {target}, which is not its own")
         require(written.generation[target] == generation, f"{ship.key} writes another life of block {target}")
         size = self.layout.block_size
         for layer in run.layers:
@@ -321,8 +321,8 @@ class World:
                     # A decode worker is known by its connection, so another incarnation's mail goes nowhere.
                     if side == "D" or peer == self.peers["D"]:
                         self.bag.append(("peer", "D" if side == "P" else "P", self.peers[side], message))
-                case do.Failed(key):
-                    self._failed(key)
+                case do.Failed(key, handed_over=handed_over):
+                    self._failed(key, handed_over)
                 case do.Ship():
                     self.ships[each.ship_id] = ShipRun(each)
                 case do.StopShips(_, ticket):
@@ -374,13 +374,12 @@ class World:
         pool.move(("import", key), ("table", key))
         self.decoding.add(key)
         request = self.requests[key.request_id]
-        if (request.attempt, request.state) == (key.attempt, "live"):
+        if request.runs(key):
             self.requests[key.request_id] = replace(request, state="done")
 
     def _holds(self, block: int, key: RequestKey, logical: int) -> bool:
         value = self._tokens(key, logical, self.layout.block_size)
-        wanted = dict.fromkeys(range(self.layout.num_layers), value)
-        return self.pools["D"].content.get(block) == wanted
+        return self.pools["D"].content.get(block) == dict.fromkeys(range(self.layout.num_layers), value)
 
     def _book(self, side: str) -> Any:
         return self.leases if side == "P" else self.imports
@@ -396,5 +395,5 @@ class World:
 
     def deadline(self) -> float | None:
         """When time itself next does something."""
-        times = [time for time in (self.leases.deadline(), self.imports.deadline()) if time is not None]
-        return min(times, default=None)
+        times = self.leases.deadline(), self.imports.deadline()
+        return min((time for time in times if time is not None), default=None)

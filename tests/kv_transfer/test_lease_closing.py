@@ -21,7 +21,7 @@ from lease_cases import (
     shipping,
 )
 
-from kv_transfer.instructions import Instruction, Quarantine, Release, Ship, StopShips
+from kv_transfer.instructions import Failed, Instruction, Quarantine, Release, Ship, StopShips
 from kv_transfer.lease import LeaseBook
 from protocol.errors import (
     ChannelLost,
@@ -109,8 +109,10 @@ class TestClosing:
         if finished:
             assert kinds(book.finished(KEY, 3, 1.0)) == ["Handover"]
         instructions = book.ship_failed(KEY, second.ship_id, ChannelLost("reset"), 1.0)
-        # Perhaps only its answer was lost: from the hand-over on the reader alone knows, and tells the router.
-        assert kinds(instructions) == ["Release", "Refuse", *([] if finished else ["Failed"])]
+        assert kinds(instructions) == ["Release", "Refuse", "Failed"]
+        # Perhaps only its answer was lost: from the hand-over on the reader alone knows.
+        assert isinstance(instructions[2], Failed)
+        assert instructions[2].handed_over == finished
         assert refusals(instructions) == ["channel_lost"]
 
     def test_a_ship_that_wrote_fewer_blocks(self, book: LeaseBook) -> None:
@@ -125,7 +127,7 @@ class TestClosing:
         book.finished(KEY, 3, 1.0)
         assert report(book, second, 1.0) == []
         instructions = book.shipped(KEY, first.ship_id, LAYOUT.block_bytes, 2, 1.0)
-        assert kinds(instructions) == ["Release", "Refuse"]
+        assert kinds(instructions) == ["Release", "Refuse", "Failed"]
         assert refusals(instructions) == ["integrity_mismatch"]
 
     @pytest.mark.parametrize("answered", [True, False])

@@ -8,6 +8,9 @@ from worker_facts import beating, fleet_of, paced
 
 from protocol.ids import Peer
 from router.forecast import forecast
+from router.glance import glance
+from router.lane import PASSED
+from router.policy import Demand, Snapshot, place
 
 
 def test_what_was_sent_counts_until_it_is_over_and_no_heartbeat_counts_it_twice() -> None:
@@ -50,11 +53,24 @@ def test_what_is_at_the_head_of_the_queue_is_less_and_less_until_its_first_token
     assert waits(0.0) == 0.0
     fleet.send_prompt(row, 1000.0, 1000, 1.0)
     fleet.send_prompt(row, 500.0, 500, 1.2)
-    assert [waits(now) for now in (1.2, 1.6, 2.0, 9.0)] == pytest.approx([1.3, 0.9, 0.5, 0.5])
+    left = (1.0 - PASSED) * 1.0
+    assert [waits(now) for now in (1.2, 1.6, 2.0, 9.0)] == pytest.approx([1.3, 0.9, 0.5 + left, 0.5 + left])
     fleet.prompt_over(peer, 1000.0, 1000, 2.2, computed=True)
-    assert [waits(now) for now in (2.2, 2.5, 9.0)] == pytest.approx([0.5, 0.2, 0.0])
+    assert [waits(now) for now in (2.2, 2.5, 9.0)] == pytest.approx([0.5, 0.2, 0.5 * left])
     fleet.prompt_over(peer, 500.0, 500, 3.0, computed=False)
     assert waits(3.0) == 0.0
+
+
+def test_who_is_overdue_is_no_equal_of_who_has_nothing_to_do() -> None:
+    fleet = fleet_of([paced("p0", "prefill"), paced("p1", "prefill"), paced("d0", "decode")])
+    fleet.send_prompt(fleet.row("p0"), 1000.0, 1000, 1.0)
+    for turn in range(4):
+        demand = Demand(needs_decode=True, turn=turn, prompt_tokens=1000)
+        told = forecast(fleet, 1000, np.zeros(len(fleet)), 60.0, 0.0)
+        assert place("cost", Snapshot(fleet, told), demand).prefill == fleet.row("p1")
+        found = glance(fleet, 1000, {}, demand, 60.0, 0.0)
+        assert found is not None
+        assert found[0].prefill == fleet.row("p1")
 
 
 def test_equal_workers_are_told_apart_by_where_they_were_measured_not_by_their_slopes() -> None:

@@ -26,6 +26,7 @@ from protocol.errors import (
 from protocol.ids import Peer, RequestKey
 from protocol.messages import Failed
 from router.instructions import (
+    Blame,
     Emit,
     Fail,
     NeedPlacement,
@@ -35,8 +36,17 @@ from router.instructions import (
     Stage,
 )
 from router.policy import Placement
+from router.request import RequestMachine
 from router.request_limits import RequestLimits
 from router.request_table import RequestState
+
+GRACE = RequestLimits().reorder_grace
+
+
+def handed_over() -> RequestMachine:
+    request = started()
+    request.tokens(P0.peer, tokens(0, 11), 1.0)
+    return request
 
 
 def test_a_gap_is_tried_again_and_nothing_is_lost() -> None:
@@ -75,6 +85,35 @@ def test_what_befalls_the_lease_once_decode_runs_is_of_no_matter() -> None:
     assert request.failed(P0.peer, failure("lease_expired"), 3.0) == []
     assert request.worker_lost(P0.peer, "killed", 3.0) == []
     assert request.state is RequestState.DECODING
+
+
+class TestAShipThatFailsAfterTheHandover:
+    """Decode may have everything, and only the answer was lost; or a cut link, and decode hears of nothing."""
+
+    def test_decode_has_a_moment_to_show_that_it_has_everything(self) -> None:
+        request = handed_over()
+        assert request.failed(P0.peer, failure("channel_lost"), 2.0) == []
+        assert request.deadline == 2.0 + GRACE
+        assert request.tokens(D0.peer, tokens(1, 12), 2.0 + GRACE / 2) == [Emit((12,), None, Stage.TAKEN_OVER)]
+        assert request.tick(2.0 + GRACE) == []
+        assert request.state is RequestState.DECODING
+
+    def test_else_it_is_tried_elsewhere(self) -> None:
+        request = handed_over()
+        request.failed(P0.peer, failure("channel_lost"), 2.0)
+        assert request.failed(P0.peer, failure("channel_lost"), 3.0) == [], "said twice, it is no later"
+        out = request.tick(2.0 + GRACE)
+        assert [blame.peers for blame in only(Blame, out)] == [frozenset({P0.peer, D0.peer})]
+        assert cancelled(out) == {("p0", 0), ("d0", 0)}
+        assert only(NeedPlacement, out) == [NeedPlacement(needs_decode=True, excluded=frozenset({P0.peer, D0.peer}))]
+        assert request.tick(2.0 + 2 * GRACE) == []
+
+    def test_decode_may_say_so_first(self) -> None:
+        request = handed_over()
+        request.failed(P0.peer, failure("channel_lost"), 2.0)
+        assert cancelled(request.failed(D0.peer, failure("channel_lost"), 2.0)) == {("p0", 0), ("d0", 0)}
+        assert request.attempt == 1
+        assert request.tick(2.0 + GRACE) == []
 
 
 def test_an_error_that_no_retry_mends_is_the_clients() -> None:

@@ -140,3 +140,64 @@ async def test_wait_returns_when_stopped_and_tells_of_a_loop_that_ended_by_itsel
         server.service.tasks[0].cancel()
         with pytest.raises(StartFailed, match="router-receive ended by itself"):
             await waiting
+
+
+async def test_a_router_takes_the_port_of_another_and_no_client_loses_anything(tokenizer_dir: Path) -> None:
+    body = {"model": MODEL, "prompt": "the ferry", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+
+    async def inherit(_: object) -> socket.socket:
+        shared = former.share()
+        assert shared is not None
+        return shared.dup()
+
+    async with contextlib.AsyncExitStack() as stack:
+        former = await stack.enter_async_context(routing(tokenizer_dir))
+        fleet = await stack.enter_async_context(fleet_at(former.hub_endpoint))
+        fleet.add("prefill", "p0")
+        decode = fleet.add("decode", "d0")
+        await until(lambda: former.service.health().ready)
+        kept = await stack.enter_async_context(httpx.AsyncClient(base_url=former.url, trust_env=False, timeout=60))
+        assert "connection" not in (await kept.post("/v1/completions", json=body)).headers
+        decode.hold = 2
+        begun = asyncio.create_task(kept.post("/v1/completions", json=body))
+        await until(lambda: len(decode.opened) == 2)
+        assert (await kept.get("/cluster")).json()["router"] == "router-0", "a second connection, which idles"
+
+        successor = RouterServer(RouterConfig(model=MODEL, tokenizer=str(tokenizer_dir), name="router-1"), inherit)
+        await successor.start()
+        stack.push_async_callback(successor.stop)
+        assert successor.url == former.url
+        others = await stack.enter_async_context(fleet_at(successor.hub_endpoint))
+        others.add("prefill", "p0")
+        others.add("decode", "d0")
+        await until(lambda: successor.service.health().ready)
+
+        leaving = asyncio.create_task(former.leave(60.0))
+        await until(lambda: former.share() is None)
+        for _ in range(4):
+            async with httpx.AsyncClient(base_url=former.url, trust_env=False) as fresh:
+                assert (await fresh.get("/cluster")).json()["router"] == "router-1"
+                assert (await fresh.post("/v1/completions", json=body)).status_code == 200
+        last = await kept.get("/cluster")
+        assert (last.json()["router"], last.headers["connection"]) == ("router-0", "close"), (
+            "it is served and told to go"
+        )
+        assert (await kept.get("/cluster")).json()["router"] == "router-1"
+        assert not leaving.done(), "an answer is open"
+        decode.hold = None
+        assert (await begun).json()["usage"]["completion_tokens"] == 4
+        assert (await kept.get("/cluster")).json()["router"] in ("router-0", "router-1")
+        await kept.aclose()
+        await asyncio.wait_for(leaving, 60)
+
+
+async def test_a_router_leaves_whoever_does_not_hang_up_at_its_limit(tokenizer_dir: Path) -> None:
+    async with (
+        routing(tokenizer_dir) as server,
+        httpx.AsyncClient(base_url=server.url, trust_env=False) as client,
+    ):
+        assert (await client.get("/cluster")).status_code == 200
+        await asyncio.wait_for(server.leave(0.05), 20)
+        assert (await client.get("/cluster")).status_code == 200, "the connection is there until it stops"
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", int(server.url.rpartition(":")[2]))) != 0
