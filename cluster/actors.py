@@ -19,13 +19,17 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
+from cluster.collector import hold, keep
 from cluster.hosting import Host, HostState, Service
 from cluster.log_format import set_up_logging
 from cluster.phases import Phase, process_age
 from cluster.plan import ActorOrder, decode_config, prefill_config, router_config
+from protocol.messages import WorkerLoad
 
 if TYPE_CHECKING:
+    from decode_worker.worker import DecodeWorker
     from engine.engine import Engine
+    from prefill_worker.worker import PrefillWorker
 
 MAX_CALLS = 16
 """Calls of one actor at a time."""
@@ -48,7 +52,7 @@ class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
         error: why it failed, or "".
         incarnation: of this life of the name; the first one's is 1. A worker that takes another role begins a new one.
         draining: whether it takes no new work.
-        switched: whether its process had another role before.
+        restarted: whether a process that was made for the same member has died.
         phases: how long each phase of its start took, from the start of its process, or from when it had drained for
             another role; those that are over.
     """
@@ -63,14 +67,25 @@ class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     incarnation: int = 0
     draining: bool = False
-    switched: bool = False
+    restarted: bool = False
     phases: tuple[Phase, ...] = ()
     node: str = ""
 
-    @property
-    def restarted(self) -> bool:
-        """Whether this is not a process that the cluster came up with."""
-        return self.incarnation > 1 and not self.switched
+
+class ActorLoad(WorkerLoad, frozen=True, kw_only=True):
+    """What a worker is doing, and what its handoffs were.
+
+    Attributes:
+        transports: URI schemes by which a prefill worker has shipped since its incarnation began.
+    """
+
+    transports: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, worker: PrefillWorker | DecodeWorker) -> ActorLoad:
+        """As it is now."""
+        used = tuple(sorted(scheme for scheme, path in worker.transfer().paths.items() if path.ship_bytes.count))
+        return cls(**msgspec.structs.asdict(worker.load()), transports=used)
 
 
 class ServiceActor:
@@ -98,7 +113,8 @@ class ServiceActor:
         set_up_logging(self._order.name, logs.format, logs.level)
         self._address = ray.util.get_node_ip_address()
         self._node = ray.get_runtime_context().get_node_id()
-        self._host = Host(self._order.name, self._make, on_fatal=_end_process, on_left=_leave)
+        hold()
+        self._host = Host(self._order.name, self._make, on_up=keep, on_fatal=_end_process, on_left=_leave)
         self._host.begin()
 
     async def status(self) -> bytes:
@@ -116,17 +132,17 @@ class ServiceActor:
                 error=host.error,
                 incarnation=self._order.incarnation,
                 draining=self._drained,
-                switched=not self._before,
+                restarted=self._order.restarted,
                 phases=(*self._before, *host.phases),
                 node=self._node,
             )
         )
 
     async def load(self) -> bytes:
-        """The worker's :class:`protocol.messages.WorkerLoad` as JSON; "null" for a router, or while it is not ready."""
+        """The worker's :class:`ActorLoad` as JSON; "null" for a router, or while it is not ready."""
         if self._order.role == "router" or self._service_host.state is not HostState.READY:
             return b"null"
-        return await self._service_host.call(lambda worker: msgspec.json.encode(worker.load()))
+        return await self._service_host.call(lambda worker: msgspec.json.encode(ActorLoad.of(worker)))
 
     async def log(self, lines: int) -> bytes:
         """The last lines that this process has written to its error output."""
@@ -189,6 +205,7 @@ class WorkerActor(ServiceActor):
         assert self._next is not None, "set before the host is told"
         self._order, self._next = self._next, None
         self._drained, self._before = False, ()
+        hold()
         return self._make()
 
     def build(self, order: ActorOrder, model: Path, host: str) -> Service:

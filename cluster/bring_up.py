@@ -142,6 +142,7 @@ class _BringUp:
         node = self._node()
         self._clock.enter("connection to it", time.monotonic())
         with connect(node, config.name) as ray:
+            self._progress(Step(actor="ray", stage="ready", fraction=1.0))
             self._await_machines(ray)
             self._clock.enter("processes", time.monotonic())
             here = "127.0.0.1" if node.owned else ray.util.get_node_ip_address()
@@ -185,12 +186,12 @@ class _BringUp:
     def _node(self) -> NodeState:
         section = self._config.ray
         if section.address is not None:
+            self._progress(Step(actor="ray", stage=f"connecting to {section.address}"))
             node = NodeState(address=section.address)
         else:
             self._progress(Step(actor="ray", stage="starting"))
             node = start_node(section, lambda begun: self._record(node=begun), timeout=self._left())
         self._record(node=node)
-        self._progress(Step(actor="ray", stage="ready", fraction=1.0))
         return node
 
     def _await_machines(self, ray: Any) -> None:
@@ -211,7 +212,9 @@ class _BringUp:
             withdraw(config)
 
     def _no_room(self, placing: Iterable[str], ray: Any) -> str:
-        told = "".join(f"; {name} wants {amounts(self._wanted[name])}" for name in sorted(placing))
+        # What wants nothing has room, and only takes its time.
+        hungry = sorted(name for name in placing if any(self._wanted[name].values()))
+        told = "".join(f"; {name} wants {amounts(self._wanted[name])}" for name in hungry)
         return told and f"{told}; Ray has left: {amounts(ray.available_resources())}"
 
     def _place(self, ray: Any, order: ActorOrder, node: str | None) -> Any:

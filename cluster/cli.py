@@ -99,7 +99,7 @@ def status_command(
     name: Name = None, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 ) -> None:
     """Show the processes of a cluster and what they do."""
-    from cluster.display import print_json, start_lines, status_table
+    from cluster.display import print_json, start_lines, status_table, transport_words
     from cluster.placement import unused_line
     from cluster.standard_output import kept_for_the_answer
     from cluster.state import StateStore
@@ -111,7 +111,7 @@ def status_command(
     if as_json:
         print_json(report)
         return
-    serving = f", {report.model} at {report.url}/v1, KV by {report.transport}" if report.url else ""
+    serving = f", {report.model} at {report.url}/v1, {transport_words(report)}" if report.url else ""
     typer.echo(f"cluster {report.name!r}: {report.state}{serving}")
     if report.actors:
         # Whoever reads it through a pipe wants whole words.

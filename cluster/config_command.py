@@ -16,15 +16,21 @@ File = Annotated[Path, typer.Argument(metavar="FILE", help="The cluster's YAML f
 def check_command(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Clusters' YAML files.")],
 ) -> None:
-    """Check files, down to each component's own settings; the first that is wrong is named with its key and value."""
+    """Check files, down to each component's own settings; the first that is wrong is named with its key and value.
+
+    A model's directory need not be on this machine.
+    """
     from cluster.config_file import load_config
+    from cluster.model_store import model_is_elsewhere
     from cluster.plan import check_orders, planned_orders
 
     for file in files:
         config = load_config(file)
         check_orders(planned_orders(config), Path(config.model))
+        elsewhere = model_is_elsewhere(config.model)
         workers = f"{config.prefill.replicas} prefill, {config.decode.replicas} decode"
-        typer.echo(f"{file}: {config.model}, 1 router, {workers}: ok")
+        remark = "; the model is not on this machine, and must be on each of the cluster's" if elsewhere else ""
+        typer.echo(f"{file}: {config.model}, 1 router, {workers}: ok{remark}")
 
 
 @config_app.command("show")

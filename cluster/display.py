@@ -12,6 +12,7 @@ from rich.table import Table
 
 from cluster.phases import spelled
 from cluster.progress import Step
+from kv_transfer.choice import AUTO
 
 if TYPE_CHECKING:
     from cluster.status import ActorReport, ClusterReport
@@ -64,6 +65,14 @@ def status_table(report: ClusterReport) -> Table:
         where = (status.host or "-",) if len(hosts) > 1 else ()
         table.add_row(status.name, *where, status.role, str(status.pid or "-"), _state(actor), *_load(actor.load))
     return table
+
+
+def transport_words(report: ClusterReport) -> str:
+    """By what KV goes: what it went by, once it has; the file may have left the choice to the workers."""
+    used = ", ".join(report.transports)
+    if report.transport == AUTO:
+        return f"KV by {used}" if used else "KV by what each pair of workers has best (none has moved yet)"
+    return f"KV by {report.transport}" + (f" (went by {used})" if used and used != report.transport else "")
 
 
 def start_lines(report: ClusterReport) -> list[str]:

@@ -88,6 +88,7 @@ class Host:
     Args:
         name: of the thread, and in messages.
         make: makes the service; called in the thread, and may block.
+        on_up: called, in the thread, when a service has come up.
         on_fatal: called, in the thread, when a service that was ready fails.
         on_left: called, in the thread, when a service that was to drain has ended.
 
@@ -102,13 +103,14 @@ class Host:
         name: str,
         make: Callable[[], Service],
         *,
+        on_up: Callable[[], None] | None = None,
         on_fatal: Callable[[BaseException], None] | None = None,
         on_left: Callable[[], None] | None = None,
     ) -> None:
         self.name = name
         self.service: Service | None = None
         self.stage, self.fraction, self.error = "placed", 0.0, ""
-        self._make, self._on_fatal, self._on_left = make, on_fatal, on_left
+        self._make, self._on_up, self._on_fatal, self._on_left = make, on_up, on_fatal, on_left
         self._drained = False
         self._successor: tuple[Callable[[], Service], float] | None = None
         self._tracker = HOST_TABLE.start(name)
@@ -255,6 +257,8 @@ class Host:
             return False
         if stop.done():
             return False
+        if self._on_up is not None:
+            self._on_up()
         self._clock.end(time.monotonic())
         self.stage, self.fraction = "ready", 1.0
         self._tracker.move(HostEvent.CAME_UP)

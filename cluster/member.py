@@ -91,6 +91,7 @@ class MemberRecord(msgspec.Struct, frozen=True, kw_only=True):
         role: what it runs, or shall run once it has drained; the name tells only what it began as.
         revision: of the configuration that its present life was made with.
         incarnation: of its present life, or its last one.
+        lives: processes that were made for it.
         leaving: whether it shall not come back.
         drain_timeout: seconds that it gets to finish what it has, if it is leaving or takes another role.
         fixed: whether a restart leaves its present life alone: a router that cannot share its port.
@@ -100,6 +101,7 @@ class MemberRecord(msgspec.Struct, frozen=True, kw_only=True):
     role: MemberRole
     revision: int = 1
     incarnation: int = 1
+    lives: int = 1
     leaving: bool = False
     drain_timeout: float = 0.0
     fixed: bool = False

@@ -31,6 +31,7 @@ __all__ = [
     "KNOWN_MODELS",
     "get_model",
     "model_directory",
+    "model_is_elsewhere",
     "model_is_ready",
     "resolve_model",
     "verify_model",
@@ -65,6 +66,22 @@ def resolve_model(name_or_path: str | Path, progress: Progress | None = None) ->
         if not (directory / required).is_file():
             raise CheckpointUnavailable(f"{directory} is no Hugging Face directory: {required} is missing")
     return directory.resolve()
+
+
+def model_is_elsewhere(name_or_path: str) -> bool:
+    """Whether a model is a directory that this machine does not have, though others may; nothing is fetched.
+
+    Raises:
+        CheckpointUnavailable: no model has this name, nor is it a directory or the whole path of one; or the directory
+            that is here lacks a file (it is named).
+    """
+    if name_or_path in KNOWN_MODELS:
+        return False
+    directory = Path(name_or_path).expanduser()
+    if directory.is_absolute() and not directory.is_dir():
+        return True
+    resolve_model(directory)
+    return False
 
 
 def get_model(name: str, progress: Progress | None = None) -> Path:

@@ -42,6 +42,7 @@ class ActorOrder(msgspec.Struct, frozen=True, kw_only=True):
         threads: compute threads.
         secret: what every process of the cluster must know to be spoken with.
         incarnation: of this life of the name.
+        restarted: whether a process that was made for the same member has died.
         predecessor: of a router, name of the one that may have the port, and shares it then; or "".
     """
 
@@ -54,6 +55,7 @@ class ActorOrder(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 1
     secret: str = ""
     incarnation: int = 1
+    restarted: bool = False
     predecessor: str = ""
 
     def __repr__(self) -> str:
@@ -95,7 +97,6 @@ def router_order(
     port: int,
     hub_port: int,
     secret: str = "",
-    incarnation: int = 1,
     *,
     name: str = ROUTER_NAME,
     predecessor: str = "",
@@ -108,7 +109,6 @@ def router_order(
         port=port,
         hub_port=hub_port,
         secret=secret,
-        incarnation=incarnation,
         predecessor=predecessor,
     )
 
@@ -129,7 +129,6 @@ def worker_order(
     role: Literal["prefill", "decode"],
     routers: tuple[str, ...],
     secret: str = "",
-    incarnation: int = 1,
 ) -> ActorOrder:
     """The order of one worker; ``secret`` is the whole cluster's."""
     return ActorOrder(
@@ -139,7 +138,6 @@ def worker_order(
         routers=routers,
         threads=_threads(config, role),
         secret=secret,
-        incarnation=incarnation,
     )
 
 

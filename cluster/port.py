@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 from collections.abc import Set
+from contextlib import suppress
+from pathlib import Path
 
 from cluster.config import ClusterConfig
 from protocol.errors import StartFailed
+
+OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
+FIRST, LAST = 20000, 32767
+"""Above the ports that Ray gives its workers, and below those that most kernels give to connections."""
+TRIES = 64
 
 
 def port_of(endpoint: str) -> int:
@@ -17,6 +25,8 @@ def port_of(endpoint: str) -> int:
 def bound_port(host: str, port: int, field: str) -> int:
     """The port, or a free one for 0, after it was bound for a moment.
 
+    Whoever is to listen there comes later, so it is not one that the kernel may give to a connection meanwhile.
+
     Args:
         host: address to bind; "" for all.
         port: to bind.
@@ -25,6 +35,24 @@ def bound_port(host: str, port: int, field: str) -> int:
     Raises:
         StartFailed: it cannot be bound; names the field and the address.
     """
+    if not port:
+        quiet = _quiet_ports()
+        for _ in range(TRIES if quiet else 0):
+            with suppress(StartFailed):
+                return _bound(host, secrets.choice(quiet), field)
+    return _bound(host, port, field)
+
+
+def _quiet_ports() -> range:
+    """Ports that only who names one gets."""
+    try:
+        lowest = int(OUTGOING.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        lowest = LAST + 1
+    return range(FIRST, min(LAST + 1, lowest))
+
+
+def _bound(host: str, port: int, field: str) -> int:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

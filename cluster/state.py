@@ -20,6 +20,7 @@ from protocol.errors import ClusterError, ClusterExists, ClusterNotFound
 from protocol.versions import UNTOLD, Versions
 
 MAX_STATE_BYTES = 1 << 20
+NONE_UP = "no cluster is up here; one that somebody else, or another machine, has brought up: kvferry top URL"
 CLOCK_SLACK_SECONDS = 2.0
 
 
@@ -184,9 +185,7 @@ class StateStore:
         names = self.names()
         if len(names) == 1:
             return names[0]
-        raise ClusterNotFound(
-            f"several clusters are up, name one of: {', '.join(names)}" if names else "no cluster is up"
-        )
+        raise ClusterNotFound(f"several clusters are up, name one of: {', '.join(names)}" if names else NONE_UP)
 
     def remove(self, name: str) -> None:
         """Forget a cluster; no error when it is not known."""

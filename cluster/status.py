@@ -6,13 +6,12 @@ from typing import Any
 
 import msgspec
 
-from cluster.actors import ActorStatus
+from cluster.actors import ActorLoad, ActorStatus
 from cluster.phases import Phase
 from cluster.placement import machines_of, unused
 from cluster.ray_node import connect, node_alive
 from cluster.state import ClusterState, StateStore
 from cluster.supervisor import SUPERVISOR_NAME, MemberReport, SupervisorReport
-from protocol.messages import WorkerLoad
 
 CALL_SECONDS = 3.0
 
@@ -21,14 +20,14 @@ class ActorReport(msgspec.Struct, frozen=True, kw_only=True):
     """One actor: how it is, and, of a worker that is ready, what it does."""
 
     status: ActorStatus
-    load: WorkerLoad | None = None
+    load: ActorLoad | None = None
 
 
 class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
     """One cluster.
 
     Attributes:
-        name, url, model, transport: of the cluster.
+        name, url, model, transport: of the cluster; the transport as its file has it.
         state: "ready" when every actor and the supervisor is, "starting", "unfinished" when the command that brought it
             up is gone before it was done, "degraded", or "dead" when its Ray node is gone, or was started anew.
         actors: router first.
@@ -50,6 +49,13 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
     phases: tuple[Phase, ...] = ()
     unused: tuple[str, ...] = ()
     hint: str = ""
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """What KV has gone by, since the prefill workers' present incarnations began."""
+        return tuple(
+            sorted({scheme for each in self.actors if each.load is not None for scheme in each.load.transports})
+        )
 
 
 def cluster_report(name: str, *, store: StateStore | None = None) -> ClusterReport:
@@ -126,7 +132,7 @@ def _answer(ray: Any, name: str, pair: tuple[Any, Any] | None) -> ActorReport:
             status=msgspec.structs.replace(missing, state="no answer" if silent else "restarting", error=str(error))
         )
     try:
-        load = msgspec.json.decode(ray.get(pair[1], timeout=0), type=WorkerLoad | None)
+        load = msgspec.json.decode(ray.get(pair[1], timeout=0), type=ActorLoad | None)
     except ray.exceptions.RayError:
         load = None
     return ActorReport(status=status, load=load)

@@ -362,9 +362,9 @@ class Supervision:
             if member.state is MemberState.MISSING and now >= member.due:
                 incarnation = self._record.incarnations + 1
                 self._record = msgspec.structs.replace(self._record, incarnations=incarnation)
-                member.record = msgspec.structs.replace(
-                    member.record, incarnation=incarnation, revision=self._record.revision, fixed=False
-                )
+                revision, lives = self._record.revision, member.record.lives + 1
+                begun = {"incarnation": incarnation, "revision": revision, "lives": lives}
+                member.record = msgspec.structs.replace(member.record, fixed=False, **begun)
                 member.move(MemberEvent.CREATED, now)
                 member.seen = Sight.PLACING
                 out.append(Create(self._members[name].record))
@@ -373,7 +373,7 @@ class Supervision:
     def _enrol(self, role: MemberRole, now: float) -> Member:
         # Whoever took another role has kept its name.
         index = next(number for number in range(len(self._members) + 1) if f"{role}-{number}" not in self._members)
-        record = MemberRecord(name=f"{role}-{index}", role=role, revision=self._record.revision)
+        record = MemberRecord(name=f"{role}-{index}", role=role, revision=self._record.revision, lives=0)
         self._members[record.name] = member = Member(record, since=now)
         self._observed.add(record.name)
         return member

@@ -69,8 +69,10 @@ class SupervisorOrder(msgspec.Struct, frozen=True, kw_only=True):
         if member.role == "router":
             hub_port = port_of(self.routers[member.index % len(self.routers)])
             named = {"name": member.name, "predecessor": predecessor}
-            return router_order(config, self.port, hub_port, self.secret, member.incarnation, **named)
-        return worker_order(config, member.name, member.role, self.routers, self.secret, member.incarnation)
+            order = router_order(config, self.port, hub_port, self.secret, **named)
+        else:
+            order = worker_order(config, member.name, member.role, self.routers, self.secret)
+        return msgspec.structs.replace(order, incarnation=member.incarnation, restarted=member.lives > 1)
 
 
 class MemberReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -349,10 +349,8 @@ class DecodeWorker:
                 await self._wake.wait()
                 continue
             try:
-                # Once the engine has begun.
-                asyncio.get_running_loop().call_soon(self._outbox.send)
                 with self._step_watch.step():
-                    draws = await self._stepper.execute(chunks_of(step.sequences))
+                    draws = await self._stepper.execute(chunks_of(step.sequences), begun=self._outbox.send)
             except KVFerryError as error:
                 logger.exception("a decode step failed")
                 for sequence in self._scheduler.fail_step():

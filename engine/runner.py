@@ -48,6 +48,9 @@ from protocol.errors import EngineFailure
 from protocol.layout import PADDING_BLOCK
 from protocol.sampling import SamplingParams
 
+SHORT_CHUNK = 64
+"""Tokens that show a CPU all it needs: two rows of tiles."""
+
 
 class ModelRunner:
     """A loaded model and its KV cache.
@@ -272,12 +275,14 @@ class ModelRunner:
     def warm_up(self, *, decodes: bool = True) -> None:
         """Run the largest prompt chunk and a full batch of decodes, in the padding block; no other block changes.
 
-        Reads the tokenizer, too, for the grammars. What has been done once is not done again.
+        On a CPU the chunk is a short one: what a step allocates there goes with it, and nothing is set aside that could
+        be found too large. Reads the tokenizer, too, for the grammars. What has been done once is not done again.
 
         Args:
             decodes: whether there will be steps of decodes alone; they are captured then, where that pays.
         """
-        count = min(self.config.max_batch_tokens, self.max_model_len)
+        largest = min(self.config.max_batch_tokens, self.max_model_len)
+        count = min(largest, SHORT_CHUNK) if self.device.type == "cpu" else largest
         table = [PADDING_BLOCK] * self.layout.blocks_for(count)
         greedy = SamplingParams(temperature=0.0)
         if not self._warm:

@@ -85,12 +85,19 @@ class Stepper:
             raise
         return cls(runner, executor, decodes=decodes)
 
-    async def execute(self, chunks: Sequence[Chunk], watch: LayerWatch | None = None) -> list[Draw | None]:
+    async def execute(
+        self,
+        chunks: Sequence[Chunk],
+        watch: LayerWatch | None = None,
+        begun: Callable[[], object] | None = None,
+    ) -> list[Draw | None]:
         """One forward step of the whole batch; see :meth:`ModelRunner.execute`.
 
         Args:
             chunks: the work.
             watch: called on the event loop, each time before this returns or raises.
+            begun: called on the event loop once, before this returns or raises, when the engine's thread has begun:
+                what the loop does any earlier keeps the interpreter from it.
 
         Raises:
             EngineFailure: the step raised.
@@ -100,7 +107,8 @@ class Stepper:
         if watch is not None:
             watch = LayerWatch(watch.every, partial(_tell_on, loop, watch.tell))
         try:
-            draws = await loop.run_in_executor(self._executor, self._step, chunks, watch)
+            tell = None if begun is None else partial(loop.call_soon_threadsafe, begun)
+            draws = await loop.run_in_executor(self._executor, self._step, chunks, watch, tell)
             tokens = sum(len(chunk.token_ids) for chunk in chunks)
             if not self._decodes or tokens == len(chunks):
                 self.pace.add(tokens, time.monotonic() - entered)
@@ -122,9 +130,13 @@ class Stepper:
         """There is nothing to compute: what passes from now on is no gap. Not while a step runs."""
         self._left = None
 
-    def _step(self, chunks: Sequence[Chunk], watch: LayerWatch | None) -> list[Draw | None]:
+    def _step(
+        self, chunks: Sequence[Chunk], watch: LayerWatch | None, begun: Callable[[], object] | None
+    ) -> list[Draw | None]:
         if self._left is not None:
             self.gaps.add(time.monotonic() - self._left)
+        if begun is not None:
+            begun()
         try:
             return self.runner.execute(chunks, watch)
         finally:

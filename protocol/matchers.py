@@ -17,6 +17,10 @@ LIMITS = LLParserLimits(step_lexer_fuel=20_000, initial_lexer_fuel=50_000)
 request's step with it."""
 
 
+NO_TEXT_FITS = ("NoExtension", "NoExtensionBias")
+"""The library's bare words for a grammar that is none of any text."""
+
+
 def read_tokenizer(file: Path, vocab_size: int) -> LLTokenizer:
     """The tokenizer of a checkpoint, as grammars need it; takes some tenths of a second.
 
@@ -61,4 +65,5 @@ def compiled(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
 
 def reason(matcher: LLMatcher) -> str:
     """Why a matcher is in error, without its whole state and the grammar, which the library adds."""
-    return str(matcher.get_error()).partition("\n<state>")[0]
+    word = str(matcher.get_error()).partition("\n<state>")[0]
+    return "no text fits it; a rule or a reference may lead to nothing but itself" if word in NO_TEXT_FITS else word

@@ -22,6 +22,7 @@ from protocol.tracing import names
 from router.explanations import Decision
 from router.front.errors import status_of
 from router.front.exchange import Exchange
+from router.front.generation import EndReason
 from router.front.plan import Plan
 from router.front.schema import ChatRequest, CompletionRequest, GenerationRequest
 from router.instructions import (
@@ -58,13 +59,13 @@ class ChoiceTrace:
     Attributes:
         tokens: given out.
         cached_tokens: of the prompt, found in a cache.
-        finish_reason: set at its end; None where the front has ended it.
+        finish_reason: that its client is told; None before its end.
     """
 
     def __init__(self, request: RequestTrace, index: int) -> None:
         self.tokens = 0
         self.cached_tokens = 0
-        self.finish_reason: str | None = None
+        self.finish_reason: EndReason | None = None
         self._request = request
         self._index = index
         self._attempt: Span | None = None
@@ -153,7 +154,6 @@ class ChoiceTrace:
         self.tokens += len(emit.token_ids)
         self.cached_tokens = 0 if timeline.prefill is None else timeline.prefill.cached_tokens
         if emit.finish_reason is not None:
-            self.finish_reason = emit.finish_reason
             self._close(now)
 
     def _close(self, now: float) -> None:
@@ -241,8 +241,8 @@ class RequestTrace:
                 }
             )
         if self._choices and not self._failed:
-            # Whom its own text stops, the front has stopped.
-            self.span.add({names.FINISH_REASONS: [choice.finish_reason or "stop" for choice in self._choices]})
+            reasons = [choice.finish_reason for choice in self._choices if choice.finish_reason is not None]
+            self.span.add({names.FINISH_REASONS: reasons})
         self.span.end(now)
 
 

@@ -15,6 +15,9 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+from cluster.collector import hold, keep
+from cluster.event_loop import new_loop
+
 MODEL = "measured"
 """Name that the workers serve their model by."""
 
@@ -50,9 +53,12 @@ async def serve(order: dict[str, Any]) -> None:
     common = {**order, "model_name": MODEL, "engine": engine, "routers": routers}
     worker = PrefillWorker(PrefillConfig(**common)) if role == "prefill" else DecodeWorker(DecodeConfig(**common))
     await worker.start()
+    keep()
     await asyncio.to_thread(sys.stdin.read)
     await worker.stop()
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(json.loads(sys.argv[1])))
+    hold()
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(serve(json.loads(sys.argv[1])))

@@ -1,6 +1,6 @@
 """Attention with the C++ kernels: blocks are read where they lie, and rope and the store into them are one pass.
 
-Prompt chunks take the AMX kernel where CPU and model allow it, and go the way of ``sdpa`` where not.
+Prompt chunks take a kernel of their own where CPU and model allow it, and go the way of ``sdpa`` where not.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from protocol.errors import ConfigError
 from protocol.layout import KVLayout
 
 MAX_HEAD_DIM = 256
-_AMX = 2
-_AMX_STEP = 32
-"""Elements that one AMX instruction sums over: head_dim must be a multiple, contexts are padded to one."""
+_STEP = 32
+"""Elements that the prompt kernel sums over at a time: head_dim must be a multiple, contexts are padded to one."""
 
 
 def serves(layout: KVLayout, device: torch.device, dtype: torch.dtype | None = None) -> bool:
@@ -34,6 +33,9 @@ def serves(layout: KVLayout, device: torch.device, dtype: torch.dtype | None = N
 
 class NativeAttention(AttentionBackend):
     """Decodes in one call, whatever their lengths.
+
+    Attributes:
+        kind: the CPU's products that are used, as :attr:`Kernels.linear_kind`; 0 where element type or head do not fit.
 
     Raises:
         ConfigError: the kernels do not serve this layout, or cannot be built here.
@@ -55,9 +57,7 @@ class NativeAttention(AttentionBackend):
         cache_dtype = TORCH_DTYPES[layout.dtype]
         self.eighth = CACHE_DTYPES.index(cache_dtype if is_float8(cache_dtype) else None)
         self.gathering = SDPAttention(layout, device, self.dtype)
-        self.tiled_prompts = (
-            kernels.linear_kind == _AMX and self.dtype == torch.bfloat16 and layout.head_dim % _AMX_STEP == 0
-        )
+        self.kind = kernels.linear_kind if self.dtype == torch.bfloat16 and layout.head_dim % _STEP == 0 else 0
 
         self._strides: Array[c_int64] | None = None
 
@@ -104,8 +104,8 @@ class NativeAttention(AttentionBackend):
     ) -> None:
         """The rows of ``decodes`` of ``q`` [T, Hq, D], heads contiguous, into those of ``out``, of the same shape."""
         self.kernels.paged_decode(
-            *(self.half, self.eighth, q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), *decodes.addresses),
-            *(out.data_ptr(), decodes.count, decodes.width, *self.shape_of(q, k_cache)),
+            *(self.kind, self.half, self.eighth, q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()),
+            *(*decodes.addresses, out.data_ptr(), decodes.count, decodes.width, *self.shape_of(q, k_cache)),
             *(scoring.scale * scales.k, scoring.window, scoring.softcap, scales.v, self.threads),
         )
 
@@ -133,10 +133,10 @@ class NativePlan(AttentionPlan):
         self._chunks = np.flatnonzero(counts > 1)
         self._slots = np.ascontiguousarray(batch.slot_mapping)
         self._decodes = Decodes.of(batch, rows) if len(rows) else None
-        tiled = self._chunks.tolist() if backend.tiled_prompts else []
+        tiled = self._chunks.tolist() if backend.kind else []
         self._tiled = {row: Tiled(batch, row) for row in tiled}
         self._gathered: dict[Scoring, list[Prompt]] = {}
-        longest = -(-max((chunk.length for chunk in self._tiled.values()), default=0) // _AMX_STEP) * _AMX_STEP
+        longest = -(-max((chunk.length for chunk in self._tiled.values()), default=0) // _STEP) * _STEP
         self._work = torch.empty(longest * 2 * backend.head_dim, dtype=backend.dtype)
 
     def store(
@@ -184,8 +184,8 @@ class NativePlan(AttentionPlan):
         for chunk in self._tiled.values():
             if chunk.serves(scoring):
                 backend.kernels.prompt_attention(
-                    *(backend.eighth, q.data_ptr() + chunk.first * stride * item, k_cache.data_ptr()),
-                    *(v_cache.data_ptr(), chunk.table, self._work.data_ptr()),
+                    *(backend.kind, backend.eighth, q.data_ptr() + chunk.first * stride * item),
+                    *(k_cache.data_ptr(), v_cache.data_ptr(), chunk.table, self._work.data_ptr()),
                     *(out.data_ptr() + chunk.first * heads * dim * item, chunk.count, chunk.length),
                     *backend.shape_of(q, k_cache),
                     *(scoring.scale * scales.k, scales.v, backend.threads),
@@ -300,5 +300,5 @@ class Tiled:
         self.table = self._table.ctypes.data
 
     def serves(self, scoring: Scoring) -> bool:
-        """Whether the AMX kernel may compute it: it knows no cap and no window."""
+        """Whether the prompt kernel may compute it: it knows no cap and no window."""
         return not scoring.softcap and not 0 < scoring.window < self.length

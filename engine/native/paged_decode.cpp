@@ -5,27 +5,20 @@
 //
 // A sequence is cut into parts of kPart tokens, whatever else is in the batch, which threads take as they come; what came
 // of the parts is put together in their order (flash decoding, Dao et al., 2023). So a sequence's result does not depend
-// on the others. Of a part, sixteen tokens at a time: the scores of all heads, by AMX where there is any; their weights;
-// and the values, during which the next sixteen are asked for.
+// on the others. Of a part, sixteen tokens at a time: the scores of all heads, by AMX or vdpbf16ps where there are any;
+// their weights; and the values, during which the next sixteen are asked for.
 
 #include <cmath>
 #include <cstdint>
 #include <type_traits>
 #include <vector>
 
+#include "decode_scores.h"
 #include "tape.h"
 #include "vectors.h"
 
-#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
-#define KVF_AMX 1
-extern "C" int kvf_linear_kind();
-#endif
-
 namespace {
 
-constexpr int kMostHeads = 4;    // query heads that go along a KV head in registers
-constexpr int kMostChunks = 16;  // of sixteen elements, of a head
-constexpr int kMost = 16;        // query heads that go along a sequence together
 constexpr int kScoring = 4;      // pieces of what comes next that are asked for with the scores of a KV head,
 constexpr int kWeighing = 2;     // and with a head's weights; the others with the values
 constexpr int kPart = 128;       // tokens of a task; a multiple of sixteen
@@ -34,13 +27,6 @@ struct Running {
     float highest = -INFINITY;
     Floats sums = {};
     Floats out[kMostChunks] = {};
-};
-
-// Where the tokens of a run lie.
-template <class C>
-struct Run {
-    const C *k, *v;
-    int tokens;
 };
 
 // What comes next of K and V, asked for piece by piece in the order in which it lies, so that the hardware sees where it
@@ -69,73 +55,6 @@ struct Ahead {
         for (int i = 0; i < count && rows > 0; ++i) step();
     }
 };
-
-struct Shape {
-    int64_t kv_heads, group, dim, block_size, stride;  // stride: elements from token to token
-    int chunks;
-    float scale, softcap;
-};
-
-// What the heads of a task ask for: as floats, and as AMX takes it where `tiled`.
-struct Queries {
-    Floats wide[kMost * kMostChunks];
-    alignas(64) uint32_t packed[kMost][kMostChunks / 2][16][kMostHeads];  // [heads of four][dim / 32][pair][head]
-    bool tiled = false;
-};
-
-// Scores of G heads of [G][chunks] over up to sixteen tokens, not scaled yet; anything beyond.
-template <class C, int G>
-void dots(const Floats* q, const Run<C>& run, const Shape& shape, float (*scores)[kLanes]) {
-    Floats lines[G][kLanes] = {};
-    for (int t = 0; t < run.tokens; ++t) {
-        Floats sums[G] = {};
-        for (int c = 0; c < shape.chunks; ++c) {
-            const Floats key = load(run.k + t * shape.stride + c * kLanes, static_cast<int>(shape.dim) - c * kLanes);
-            for (int g = 0; g < G; ++g) sums[g] += q[g * shape.chunks + c] * key;
-        }
-        for (int g = 0; g < G; ++g) lines[g][t] = sums[g];
-    }
-    for (int g = 0; g < G; ++g) sum_lines(lines[g], scores[g]);
-}
-
-#ifdef KVF_AMX
-
-struct alignas(64) TileConfig {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t columns[16] = {16, 16, 64, 64, 16, 16};  // bytes. Tiles 0 1: sums; 2 3: of K; 4 5: of the queries
-    uint8_t rows[16] = {16, 16, 16, 16, 16, 16};
-};
-
-// The same of up to four heads over sixteen tokens.
-void tiled_dots(const uint32_t (*packed)[16][kMostHeads], const Run<bf16>& run, const Shape& shape, int heads,
-                float (*scores)[kLanes]) {
-    alignas(64) float sums[2][kLanes][kMostHeads];
-    _tile_zero(0);
-    _tile_zero(1);
-    for (int64_t part = 0; part < shape.dim / 32; part += 2) {
-        _tile_stream_loadd(2, run.k + part * 32, shape.stride * 2);
-        _tile_loadd(4, packed[part], 16);
-        _tile_dpbf16ps(0, 2, 4);
-        if (part + 1 == shape.dim / 32) break;
-        _tile_stream_loadd(3, run.k + (part + 1) * 32, shape.stride * 2);
-        _tile_loadd(5, packed[part + 1], 16);
-        _tile_dpbf16ps(1, 3, 5);
-    }
-    _tile_stored(0, sums[0], 16);
-    _tile_stored(1, sums[1], 16);
-    asm volatile("" ::: "memory");  // the compiler does not know what tiles are stored to
-    __m512 fours[4];
-    for (int i = 0; i < 4; ++i) fours[i] = _mm512_add_ps((__m512)load(sums[0][4 * i]), (__m512)load(sums[1][4 * i]));
-    for (int g = 0; g < heads; ++g) {
-        const __m512i order =
-            _mm512_add_epi32(_mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 28, 24, 20, 16, 12, 8, 4, 0), _mm512_set1_epi32(g));
-        const __m512 low = _mm512_permutex2var_ps(fours[0], order, fours[1]);
-        const __m512 high = _mm512_permutex2var_ps(fours[2], order, fours[3]);
-        _mm512_storeu_ps(scores[g], _mm512_insertf32x8(low, _mm512_castps512_ps256(high), 1));
-    }
-}
-
-#endif
 
 // Scores to weights; returns by how much what came before is less.
 inline float weigh(float* scores, int tokens, const Shape& shape, Running& running) {
@@ -191,29 +110,63 @@ void add_all_values(const Run<C>& run, const Shape& shape, const float (*weights
     for (; c < shape.chunks; ++c) add_values<C, G, 1, false>(run, shape, c, weights, rescale, ahead, running);
 }
 
-// Calls `run` with a number that is known when compiling, 1 to 4.
-template <class Call>
-void by_heads(int heads, Call call) {
-    switch (heads) {
-        case 1: call(std::integral_constant<int, 1>()); break;
-        case 2: call(std::integral_constant<int, 2>()); break;
-        case 3: call(std::integral_constant<int, 3>()); break;
-        default: call(std::integral_constant<int, 4>()); break;
+#ifdef KVF_DOT
+
+// N vectors of 32 values, from element `i` on, of G heads, two tokens at a time. The sums stand in the order in which
+// unpacking leaves the elements, until in_order().
+template <int G, int N, bool fetches>
+void add_half_values(const Run<bf16>& run, int64_t stride, int64_t i, const float (*weights)[kLanes],
+                     const float* rescale, Ahead& ahead, Running* running) {
+    alignas(32) int32_t pairs[G][kLanes / 2];
+    __m512 out[G][2 * N];
+    for (int g = 0; g < G; ++g) {
+        store(reinterpret_cast<bf16*>(pairs[g]), load(weights[g]));
+        for (int n = 0; n < 2 * N; ++n) out[g][n] = (__m512)(running[g].out[i / kLanes + n] * rescale[g]);
+    }
+    for (int t = 0; t < run.tokens; t += 2) {
+        // A token that has no other goes with itself: the other's weight is zero.
+        const bf16 *even = run.v + t * stride + i, *odd = t + 1 < run.tokens ? even + stride : even;
+        if (fetches) ahead.steps(2);
+        __m512bh values[2 * N];
+        for (int n = 0; n < N; ++n) {
+            const __m512i one = _mm512_loadu_si512(even + 2 * n * kLanes), other = _mm512_loadu_si512(odd + 2 * n * kLanes);
+            values[2 * n] = (__m512bh)_mm512_unpacklo_epi16(one, other);
+            values[2 * n + 1] = (__m512bh)_mm512_unpackhi_epi16(one, other);
+        }
+        for (int g = 0; g < G; ++g) {
+            const __m512bh weight = (__m512bh)_mm512_set1_epi32(pairs[g][t / 2]);
+            for (int n = 0; n < 2 * N; ++n) out[g][n] = _mm512_dpbf16_ps(out[g][n], values[n], weight);
+        }
+    }
+    for (int g = 0; g < G; ++g)
+        for (int n = 0; n < 2 * N; ++n) running[g].out[i / kLanes + n] = (Floats)out[g][n];
+}
+
+template <int G>
+void add_all_half_values(const Run<bf16>& run, const Shape& shape, const float (*weights)[kLanes], const float* rescale,
+                         bool fetches, Ahead& ahead, Running* running) {
+    constexpr int64_t together = 4 * kLanes;
+    int64_t i = 0;
+    for (; i + together <= shape.dim; i += together, fetches = false)
+        (fetches ? add_half_values<G, 2, true> : add_half_values<G, 2, false>)(run, shape.stride, i, weights, rescale,
+                                                                              ahead, running);
+    if (i < shape.dim)
+        (fetches ? add_half_values<G, 1, true> : add_half_values<G, 1, false>)(run, shape.stride, i, weights, rescale,
+                                                                              ahead, running);
+}
+
+// A head's sums, back in the order of the elements.
+inline void in_order(Floats* out, int chunks) {
+    const __m512i low = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    for (int c = 0; c < chunks; c += 2) {
+        const __m512 lower = (__m512)out[c], upper = (__m512)out[c + 1];
+        out[c] = (Floats)_mm512_permutex2var_ps(lower, low, upper);
+        out[c + 1] = (Floats)_mm512_permutex2var_ps(lower, high, upper);
     }
 }
 
-template <class C>
-void score(const Queries& queries, int first, int heads, const Run<C>& run, const Shape& shape,
-           float (*scores)[kLanes]) {
-#ifdef KVF_AMX
-    if constexpr (std::is_same_v<C, bf16>)
-        if (queries.tiled && run.tokens == kLanes)
-            return tiled_dots(queries.packed[first], run, shape, heads, scores + first);
 #endif
-    by_heads(heads, [&](auto count) {
-        dots<C, count()>(queries.wide + first * shape.chunks, run, shape, scores + first);
-    });
-}
 
 // A part of a sequence, as far as some KV heads go.
 struct Task {
@@ -235,6 +188,7 @@ class Attention {
     float v_scale;
     int threads;
     Shape shape;
+    int kind;
 
     void run() const {
         thread_local std::vector<Task> tasks;
@@ -249,10 +203,10 @@ class Attention {
         const int64_t count = tasks.size();
 #pragma omp parallel num_threads(threads) if (threads > 1 && count > 1)
         {
-            const bool tiled = begin_tiles();
+            if (kind == 2) begin_tiles();
 #pragma omp for schedule(dynamic)
-            for (int64_t at = 0; at < count; ++at) attend(todo[at], tiled, kept);
-            if (tiled) end_tiles();
+            for (int64_t at = 0; at < count; ++at) attend(todo[at], kept);
+            if (kind == 2) end_tiles();
             if (places > 0)
 #pragma omp for schedule(static)
                 for (int64_t sequence = 0; sequence < sequences; ++sequence) put_together(sequence, first[sequence], kept);
@@ -288,16 +242,12 @@ class Attention {
         return places;
     }
 
-    bool begin_tiles() const {
+    void begin_tiles() const {
 #ifdef KVF_AMX
-        if (std::is_same_v<T, bf16> && std::is_same_v<C, bf16> && shape.dim % 32 == 0 && kvf_linear_kind() == 2) {
-            const TileConfig config;
-            asm volatile("" ::: "memory");
-            _tile_loadconfig(&config);
-            return true;
-        }
+        const TileConfig config;
+        asm volatile("" ::: "memory");
+        _tile_loadconfig(&config);
 #endif
-        return false;
     }
 
     void end_tiles() const {
@@ -315,23 +265,28 @@ class Attention {
                 for (int c = 0; c < shape.chunks; ++c)
                     queries.wide[at * shape.chunks + c] =
                         load(from + c * kLanes, static_cast<int>(shape.dim) - c * kLanes);
-                if (!queries.tiled) continue;
+                if (queries.kind == 1) memcpy(static_cast<void*>(queries.halves[at]), from, shape.dim * sizeof(T));
+                if (queries.kind != 2) continue;
                 for (int64_t pair = 0; pair < shape.dim / 2; ++pair)
                     memcpy(&queries.packed[kv * heads + g / kMostHeads * kMostHeads][pair / 16][pair % 16][g % kMostHeads],
                            reinterpret_cast<const char*>(from) + 4 * pair, 4);
             }
     }
 
-    void attend(const Task& task, bool tiled, float* kept) const {
+    void attend(const Task& task, float* kept) const {
         const T* query = q + rows[task.sequence] * q_stride + task.head * shape.group * shape.dim;
         for (int64_t first = 0; first < shape.group; first += kMost) {
             const int heads = static_cast<int>(least(shape.group - first, kMost));
             Queries queries;
-            queries.tiled = tiled;
+            queries.kind = kind;
             take_in(query, task.kv_count, first, heads, queries);
             asm volatile("" ::: "memory");
             Running running[kMost];
             walk(task, heads, queries, running);
+#ifdef KVF_DOT
+            if (kind == 1)
+                for (int64_t at = 0; at < task.kv_count * heads; ++at) in_order(running[at].out, shape.chunks);
+#endif
             for (int64_t kv = 0; kv < task.kv_count; ++kv)
                 for (int g = 0; g < heads; ++g) {
                     const int64_t head = (task.head + kv) * shape.group + first + g;
@@ -378,6 +333,12 @@ class Attention {
                 for (int g = 0; g < heads; g += kMostHeads) {
                     const int64_t at = kv * heads + g;
                     by_heads(static_cast<int>(least(kMostHeads, heads - g)), [&](auto count) {
+#ifdef KVF_DOT
+                        if constexpr (std::is_same_v<C, bf16>)
+                            if (kind == 1)
+                                return add_all_half_values<count()>(runs[kv], shape, scores + at, rescale + at, g == 0,
+                                                                    ahead, running + at);
+#endif
                         add_all_values<C, count()>(runs[kv], shape, scores + at, rescale + at, g == 0, ahead, running + at);
                     });
                 }
@@ -433,8 +394,9 @@ class Attention {
 
 // out [T, kv_heads * group, dim] at `rows`, of q [T, ...] with `q_stride` elements from token to token.
 // tables: [sequences, width]. strides: as kvf_rope_store's. dim <= 256. window: tokens that are seen, 0 for all. softcap:
-// of the scores, 0 for none. half, eighth: see by_types. scale: with K's own; v_scale: V's own.
-extern "C" void kvf_paged_decode(int half, int eighth, const void* q, const void* k_cache, const void* v_cache,
+// of the scores, 0 for none. kind: as kvf_linear_kind says. half, eighth: see by_types. scale: with K's own; v_scale: V's
+// own.
+extern "C" void kvf_paged_decode(int kind, int half, int eighth, const void* q, const void* k_cache, const void* v_cache,
                                  const int64_t* rows, const int32_t* tables, const int32_t* lengths, void* out,
                                  int64_t sequences, int64_t width, int64_t q_stride, int64_t kv_heads, int64_t group,
                                  int64_t dim, int64_t block_size, const int64_t* strides, float scale,
@@ -443,11 +405,13 @@ extern "C" void kvf_paged_decode(int half, int eighth, const void* q, const void
         by_types(half, eighth, [&](auto* number, auto* element) {
             using T = std::remove_pointer_t<decltype(number)>;
             using C = std::remove_pointer_t<decltype(element)>;
+            constexpr bool in_halves = std::is_same_v<T, bf16> && std::is_same_v<C, bf16>;
             const Shape shape{kv_heads, group, dim, block_size, strides[1],
                               static_cast<int>((dim + kLanes - 1) / kLanes), scale, softcap};
             const Attention<T, C> attention{static_cast<const T*>(q), static_cast<const C*>(k_cache),
                                             static_cast<const C*>(v_cache), rows, tables, lengths, static_cast<T*>(out),
-                                            sequences, width, q_stride, strides, window, v_scale, threads, shape};
+                                            sequences, width, q_stride, strides, window, v_scale, threads, shape,
+                                            in_halves && dim % 32 == 0 ? kind : 0};
             attention.run();
         });
     });

@@ -1,9 +1,9 @@
-// Causal attention of a chunk of one sequence's tokens over its blocks, on AMX in bfloat16.
+// Causal attention of a chunk of one sequence's tokens over its blocks, in bfloat16, by AMX or by vdpbf16ps.
 //
 // K is gathered as it is and V transposed, once per KV head and chunk. Then, for 32 queries at a time, the scores are
 // computed with the tokens as rows and the queries as columns, S^T = K Q^T: K needs no packing that way, and the
 // softmax runs down the columns, in vectors of sixteen queries without one horizontal sum. Its result is already what
-// AMX wants as second operand of O^T = V^T P^T. K and V come by, past the nearest cache; all else stays in it.
+// both want as second operand of O^T = V^T P^T. K and V come by, past the nearest cache; all else stays in it.
 
 #include <cmath>
 #include <initializer_list>
@@ -12,8 +12,11 @@
 #include "tape.h"
 #include "vectors.h"
 
-#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) && defined(__AVX512VL__)
+#define KVF_DOT 1
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__)
 #define KVF_AMX 1
+#endif
 
 namespace {
 
@@ -21,15 +24,6 @@ constexpr int kRows = 16, kStep = 32;  // of a tile; tokens that one product sum
 constexpr int kRun = 128;              // tokens whose scores are held at once
 constexpr int kQueries = 32;           // that go along the context together: two columns of tiles
 constexpr int kMostElements = 256;     // of a head
-
-struct alignas(64) TileConfig {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t columns[16] = {};
-    uint8_t rows[16] = {};
-    TileConfig() {
-        for (int tile = 0; tile < 8; ++tile) columns[tile] = 64, rows[tile] = 16;
-    }
-};
 
 struct Context {
     bf16* k;  // [padded, dim]
@@ -90,6 +84,10 @@ inline Floats power_of_two(Floats x) {
 // The compiler does not know what tiles are loaded from: what was written stays written, and before.
 inline void written() { asm volatile("" ::: "memory"); }
 
+// Brings sixteen numbers and sixteen more together in pairs.
+alignas(64) constexpr int16_t kPairs[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
+                                            8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+
 // Sixteen queries on their way along the context.
 struct Column {
     alignas(64) uint32_t packed[kMostElements / kStep][16][16];  // [dim / 32][pair of elements][query]
@@ -108,8 +106,7 @@ struct Column {
 
     // Scores of `tokens` from `first` on into weights. Query c sees tokens 0 to start + c. The softmax is online.
     void weigh(int64_t first, int64_t tokens, int64_t start, float base, int64_t dim) {
-        const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22,
-                                               6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+        const __m512i order = _mm512_load_si512(kPairs);
         const Floats before = highest;
         for (int64_t token = start + 1 > first ? start + 1 - first : 0; token < tokens; ++token) {
             const auto blind = static_cast<__mmask16>((1u << least(16, first + token - start)) - 1u);
@@ -139,72 +136,149 @@ struct Column {
     }
 
     void finish(bf16* out, int64_t stride, int count, int64_t dim, float v_scale) const {
-        for (int query = 0; query < count; ++query)
-            for (int64_t i = 0; i < dim; ++i)
-                out[query * stride + i] = round_to<bf16>(turned[i][query] / sums[query] * v_scale);
+        const __m512i order = _mm512_load_si512(kPairs);
+        alignas(64) uint32_t pairs[kRows];
+        for (int64_t i = 0; i < dim; i += 2) {
+            const Floats even = load(turned[i]) / sums * v_scale, odd = load(turned[i + 1]) / sums * v_scale;
+            const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+            _mm512_store_si512(pairs, _mm512_permutexvar_epi16(order, both));
+            for (int query = 0; query < count; ++query) memcpy(static_cast<void*>(out + query * stride + i), pairs + query, 4);
+        }
     }
 };
 
-// Tiles 0 1: sums of the first column; 2 3: of the second; 4 5: of K or V; 6 7: of the columns.
-template <bool both>
-void score(Column* columns, const bf16* k, int64_t tokens, int64_t dim) {
-    for (int64_t token = 0; token < tokens; token += kStep, k += kStep * dim) {
-        _tile_zero(0);
-        _tile_zero(1);
-        if (both) {
-            _tile_zero(2);
-            _tile_zero(3);
-        }
-        for (int64_t part = 0; part < dim / kStep; ++part) {
-            _tile_stream_loadd(4, k + part * kStep, dim * 2);
-            _tile_stream_loadd(5, k + kRows * dim + part * kStep, dim * 2);
-            _tile_loadd(6, columns[0].packed[part], 64);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 5, 6);
-            if (!both) continue;
-            _tile_loadd(7, columns[1].packed[part], 64);
-            _tile_dpbf16ps(2, 4, 7);
-            _tile_dpbf16ps(3, 5, 7);
-        }
-        _tile_stored(0, columns[0].scores[token], 64);
-        _tile_stored(1, columns[0].scores[token + kRows], 64);
-        if (!both) continue;
-        _tile_stored(2, columns[1].scores[token], 64);
-        _tile_stored(3, columns[1].scores[token + kRows], 64);
-    }
-}
+// The products by vdpbf16ps: eight rows, which are broadcast, times one or two columns.
+struct Dots {
+    static constexpr int kTogether = 8;
 
-template <bool both>
-void add_values(Column* columns, const bf16* v, int64_t tokens, int64_t dim) {
-    for (int64_t i = 0; i < dim; i += 2 * kRows) {
-        _tile_loadd(0, columns[0].turned[i], 64);
-        _tile_loadd(1, columns[0].turned[i + kRows], 64);
-        if (both) {
-            _tile_loadd(2, columns[1].turned[i], 64);
-            _tile_loadd(3, columns[1].turned[i + kRows], 64);
+    static void begin() {}
+    static void end() {}
+
+    // Adds the products of `pairs` pairs of elements to the sums.
+    template <bool both>
+    static void multiply(__m512 (*sums)[kTogether], const bf16* rows, int64_t stride, const void* first,
+                         const void* second, int64_t pairs) {
+        for (int64_t pair = 0; pair < pairs; ++pair) {
+            const __m512bh left = (__m512bh)_mm512_load_si512(static_cast<const __m512i*>(first) + pair);
+            const __m512bh right = (__m512bh)_mm512_load_si512(static_cast<const __m512i*>(both ? second : first) + pair);
+            for (int r = 0; r < kTogether; ++r) {
+                int32_t element;
+                memcpy(&element, rows + r * stride + 2 * pair, sizeof element);
+                const __m512bh row = (__m512bh)_mm512_set1_epi32(element);
+                sums[0][r] = _mm512_dpbf16_ps(sums[0][r], left, row);
+                if (both) sums[1][r] = _mm512_dpbf16_ps(sums[1][r], right, row);
+            }
         }
-        for (int64_t token = 0; token < tokens; token += kStep) {
-            const bf16* tile = v + token * dim + i * kStep;
-            _tile_stream_loadd(4, tile, 64);
-            _tile_stream_loadd(5, tile + kRows * kStep, 64);
-            _tile_loadd(6, columns[0].weights[token / 2], 64);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 5, 6);
-            if (!both) continue;
-            _tile_loadd(7, columns[1].weights[token / 2], 64);
-            _tile_dpbf16ps(2, 4, 7);
-            _tile_dpbf16ps(3, 5, 7);
-        }
-        _tile_stored(0, columns[0].turned[i], 64);
-        _tile_stored(1, columns[0].turned[i + kRows], 64);
-        if (!both) continue;
-        _tile_stored(2, columns[1].turned[i], 64);
-        _tile_stored(3, columns[1].turned[i + kRows], 64);
     }
-}
+
+    template <bool both>
+    static void score(Column* columns, const bf16* k, int64_t tokens, int64_t dim) {
+        for (int64_t token = 0; token < tokens; token += kTogether) {
+            __m512 sums[1 + both][kTogether] = {};
+            multiply<both>(sums, k + token * dim, dim, columns[0].packed, columns[both].packed, dim / 2);
+            for (int at = 0; at <= both; ++at)
+                for (int r = 0; r < kTogether; ++r) store(columns[at].scores[token + r], (Floats)sums[at][r]);
+        }
+    }
+
+    template <bool both>
+    static void add_values(Column* columns, const bf16* v, int64_t tokens, int64_t dim) {
+        for (int64_t i = 0; i < dim; i += kTogether) {
+            __m512 sums[1 + both][kTogether];
+            for (int at = 0; at <= both; ++at)
+                for (int r = 0; r < kTogether; ++r) sums[at][r] = (__m512)load(columns[at].turned[i + r]);
+            for (int64_t token = 0; token < tokens; token += kStep)
+                multiply<both>(sums, v + token * dim + i * kStep, kStep, columns[0].weights[token / 2],
+                               columns[both].weights[token / 2], kStep / 2);
+            for (int at = 0; at <= both; ++at)
+                for (int r = 0; r < kTogether; ++r) store(columns[at].turned[i + r], (Floats)sums[at][r]);
+        }
+    }
+};
+
+#ifdef KVF_AMX
+
+struct alignas(64) TileConfig {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t columns[16] = {};
+    uint8_t rows[16] = {};
+    TileConfig() {
+        for (int tile = 0; tile < 8; ++tile) columns[tile] = 64, rows[tile] = 16;
+    }
+};
+
+// The same by AMX. Tiles 0 1: sums of the first column; 2 3: of the second; 4 5: of K or V; 6 7: of the columns.
+struct Tiles {
+    static void begin() {
+        const TileConfig config;
+        written();
+        _tile_loadconfig(&config);
+    }
+
+    static void end() { _tile_release(); }
+
+    template <bool both>
+    static void score(Column* columns, const bf16* k, int64_t tokens, int64_t dim) {
+        for (int64_t token = 0; token < tokens; token += kStep, k += kStep * dim) {
+            _tile_zero(0);
+            _tile_zero(1);
+            if (both) {
+                _tile_zero(2);
+                _tile_zero(3);
+            }
+            for (int64_t part = 0; part < dim / kStep; ++part) {
+                _tile_stream_loadd(4, k + part * kStep, dim * 2);
+                _tile_stream_loadd(5, k + kRows * dim + part * kStep, dim * 2);
+                _tile_loadd(6, columns[0].packed[part], 64);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_dpbf16ps(1, 5, 6);
+                if (!both) continue;
+                _tile_loadd(7, columns[1].packed[part], 64);
+                _tile_dpbf16ps(2, 4, 7);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+            _tile_stored(0, columns[0].scores[token], 64);
+            _tile_stored(1, columns[0].scores[token + kRows], 64);
+            if (!both) continue;
+            _tile_stored(2, columns[1].scores[token], 64);
+            _tile_stored(3, columns[1].scores[token + kRows], 64);
+        }
+    }
+
+    template <bool both>
+    static void add_values(Column* columns, const bf16* v, int64_t tokens, int64_t dim) {
+        for (int64_t i = 0; i < dim; i += 2 * kRows) {
+            _tile_loadd(0, columns[0].turned[i], 64);
+            _tile_loadd(1, columns[0].turned[i + kRows], 64);
+            if (both) {
+                _tile_loadd(2, columns[1].turned[i], 64);
+                _tile_loadd(3, columns[1].turned[i + kRows], 64);
+            }
+            for (int64_t token = 0; token < tokens; token += kStep) {
+                const bf16* tile = v + token * dim + i * kStep;
+                _tile_stream_loadd(4, tile, 64);
+                _tile_stream_loadd(5, tile + kRows * kStep, 64);
+                _tile_loadd(6, columns[0].weights[token / 2], 64);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_dpbf16ps(1, 5, 6);
+                if (!both) continue;
+                _tile_loadd(7, columns[1].weights[token / 2], 64);
+                _tile_dpbf16ps(2, 4, 7);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+            _tile_stored(0, columns[0].turned[i], 64);
+            _tile_stored(1, columns[0].turned[i + kRows], 64);
+            if (!both) continue;
+            _tile_stored(2, columns[1].turned[i], 64);
+            _tile_stored(3, columns[1].turned[i + kRows], 64);
+        }
+    }
+};
+
+#endif
 
 // Up to 32 queries of one head, the first at position `start`.
-template <bool both>
+template <class Products, bool both>
 void attend(const Context& context, const bf16* q, int64_t q_stride, int count, int64_t start, float scale,
             float v_scale, bf16* out, int64_t out_stride) {
     const int64_t dim = context.dim, seen = start + count;
@@ -215,54 +289,66 @@ void attend(const Context& context, const bf16* q, int64_t q_stride, int count, 
     written();
     for (int64_t first = 0; first < seen; first += kRun) {
         const int64_t tokens = least(kRun, (seen - first + kStep - 1) / kStep * kStep);
-        score<both>(columns, context.k + first * dim, tokens, dim);
+        Products::template score<both>(columns, context.k + first * dim, tokens, dim);
         for (int at = 0; at <= both; ++at) columns[at].weigh(first, tokens, start + at * kRows, base, dim);
         written();
-        add_values<both>(columns, context.v + first * dim, tokens, dim);
+        Products::template add_values<both>(columns, context.v + first * dim, tokens, dim);
     }
     for (int at = 0; at <= both; ++at)
         columns[at].finish(out + at * kRows * out_stride, out_stride, counts[at], dim, v_scale);
+}
+
+// A whole chunk; the arguments are those of kvf_prompt_attention.
+template <class Products>
+void attend_all(int eighth, const bf16* q, const void* k_cache, const void* v_cache, const int32_t* table,
+                const Context& context, bf16* out, int64_t count, int64_t q_stride, int64_t kv_heads, int64_t group,
+                int64_t block_size, const int64_t* strides, float scale, float v_scale, int threads) {
+    const int64_t dim = context.dim, tiles = (count + kQueries - 1) / kQueries;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        Products::begin();
+        for (int64_t head = 0; head < kv_heads; ++head) {
+#pragma omp for schedule(static)
+            for (int64_t first = 0; first < context.padded; first += kStep)
+                by_types(1, eighth, [&](auto*, auto* element) {
+                    using C = std::remove_pointer_t<decltype(element)>;
+                    gather(context, first, static_cast<const C*>(k_cache), static_cast<const C*>(v_cache), table, head,
+                           block_size, strides);
+                });
+#pragma omp for schedule(dynamic)
+            for (int64_t task = tiles * group - 1; task >= 0; --task) {
+                const int64_t first = task / group * kQueries, query_head = head * group + task % group;
+                const int queries = static_cast<int>(least(kQueries, count - first));
+                (queries > kRows ? attend<Products, true> : attend<Products, false>)(
+                    context, q + first * q_stride + query_head * dim, q_stride, queries, context.length - count + first,
+                    scale, v_scale, out + (first * kv_heads * group + query_head) * dim, kv_heads * group * dim);
+            }
+        }
+        Products::end();
+    }
 }
 
 }  // namespace
 #endif
 
 // out [count, heads * dim] of q [count, ...] with `q_stride` elements from token to token; q is the last `count` tokens of
-// a sequence of `length`. work: the caller's, 64-byte aligned, 2 * dim * P elements, P being `length` rounded up to 32.
-// dim: a multiple of 32, at most 256. strides: as kvf_rope_store's. eighth: see by_types. scale: with K's own; v_scale:
-// V's own.
-extern "C" void kvf_prompt_attention(int eighth, const bf16* q, const void* k_cache, const void* v_cache,
+// a sequence of `length`. kind: as kvf_linear_kind says, not 0. work: the caller's, 64-byte aligned, 2 * dim * P elements,
+// P being `length` rounded up to 32. dim: a multiple of 32, at most 256. strides: as kvf_rope_store's. eighth: see
+// by_types. scale: with K's own; v_scale: V's own.
+extern "C" void kvf_prompt_attention(int kind, int eighth, const bf16* q, const void* k_cache, const void* v_cache,
                                      const int32_t* table, bf16* work, bf16* out, int64_t count, int64_t length, int64_t q_stride,
                                      int64_t kv_heads, int64_t group, int64_t dim, int64_t block_size,
                                      const int64_t* strides, float scale, float v_scale, int threads) {
     perform([=] {
-#ifdef KVF_AMX
-        const int64_t padded = (length + kStep - 1) / kStep * kStep, tiles = (count + kQueries - 1) / kQueries;
+#ifdef KVF_DOT
+        const int64_t padded = (length + kStep - 1) / kStep * kStep;
         const Context context{work, work + dim * padded, length, padded, dim};
-#pragma omp parallel num_threads(threads) if (threads > 1)
-        {
-            const TileConfig config;
-            written();
-            _tile_loadconfig(&config);
-            for (int64_t head = 0; head < kv_heads; ++head) {
-#pragma omp for schedule(static)
-                for (int64_t first = 0; first < padded; first += kStep)
-                    by_types(1, eighth, [&](auto*, auto* element) {
-                        using C = std::remove_pointer_t<decltype(element)>;
-                        gather(context, first, static_cast<const C*>(k_cache), static_cast<const C*>(v_cache), table, head,
-                               block_size, strides);
-                    });
-#pragma omp for schedule(dynamic)
-                for (int64_t task = tiles * group - 1; task >= 0; --task) {
-                    const int64_t first = task / group * kQueries, query_head = head * group + task % group;
-                    const int queries = static_cast<int>(least(kQueries, count - first));
-                    (queries > kRows ? attend<true> : attend<false>)(
-                        context, q + first * q_stride + query_head * dim, q_stride, queries, length - count + first, scale,
-                        v_scale, out + (first * kv_heads * group + query_head) * dim, kv_heads * group * dim);
-                }
-            }
-            _tile_release();
-        }
+        auto* run = attend_all<Dots>;
+#ifdef KVF_AMX
+        if (kind == 2) run = attend_all<Tiles>;
+#endif
+        run(eighth, q, k_cache, v_cache, table, context, out, count, q_stride, kv_heads, group, block_size, strides, scale,
+            v_scale, threads);
 #endif
     });
 }

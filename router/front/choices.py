@@ -78,6 +78,10 @@ class Choices:
                 break
         if last is None:
             raise InvariantViolation("a generation ended without a finish reason")
+        trace = self._plan.generations[index].trace
+        if trace is not None:
+            # What ends a choice is in its text as well: a stop string, a call of a tool.
+            trace.finish_reason = last.finish_reason
         # Only now: a client that is slow to take the end holds no worker.
         yield index, last
 

@@ -14,13 +14,22 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from nursery import LINE_BYTES
+from pace import allowed
 
 PATIENCE = 120.0
+LONGEST = 600.0
+"""Seconds that anything gets on an idle machine, and on any; nothing of this is about how fast it is."""
 PAUSE = 0.001
 
 
-async def until(condition: Callable[[], object], what: str, limit: float = PATIENCE) -> None:
+def patience() -> float:
+    """Seconds until it is taken that something will not come, on a machine as busy as this is now."""
+    return min(allowed(PATIENCE), LONGEST)
+
+
+async def until(condition: Callable[[], object], what: str, limit: float | None = None) -> None:
     """Wait for a condition, and fail with its name when it does not come."""
+    limit = patience() if limit is None else limit
     end = time.monotonic() + limit
     while not condition():
         assert time.monotonic() < end, f"{what} did not come in {limit} s"
@@ -64,13 +73,13 @@ class Hand:
     def tell(self, word: str, **words: object) -> None:
         self._writer.write(json.dumps({"word": word, **words}).encode() + b"\n")
 
-    async def answer(self, word: str, about: str, limit: float = PATIENCE) -> dict[str, object]:
+    async def answer(self, word: str, about: str, limit: float | None = None) -> dict[str, object]:
         """What it says about a thing; each answer is given once."""
         await until(lambda: self.gone or (word, about) in self.heard, f"{word} of {about}", limit)
         assert (word, about) in self.heard, f"process {self.pid} ended before it said {word} of {about}"
         return self.heard.pop((word, about))
 
-    async def ask(self, word: str, limit: float = PATIENCE, **words: object) -> dict[str, object]:
+    async def ask(self, word: str, limit: float | None = None, **words: object) -> dict[str, object]:
         about = f"question {next(self._questions)}"
         self.tell(word, about=about, **words)
         return await self.answer(word, about, limit)
@@ -124,7 +133,7 @@ class Crew:
         assert self._nursery.stdin is not None
         line = json.dumps({**order, "number": number, "home": self._home})
         self._nursery.stdin.write(line.encode() + b"\n")
-        return await asyncio.wait_for(self._waiting[number], PATIENCE)
+        return await asyncio.wait_for(self._waiting[number], patience())
 
     async def meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         words = json.loads(await reader.readline())
@@ -145,7 +154,7 @@ async def crew(module: str, folder: Path) -> AsyncIterator[Crew]:
     try:
         assert nursery.stdout is not None
         # Its imports take a while on a busy machine.
-        assert await asyncio.wait_for(nursery.stdout.readline(), PATIENCE) == b"ready\n"
+        assert await asyncio.wait_for(nursery.stdout.readline(), patience()) == b"ready\n"
         yield made
     finally:
         for hand in made.hands:

@@ -140,11 +140,13 @@ def test_the_report_tells_of_every_process(world: World) -> None:
 
 
 def test_the_command_shows_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert world.answer()
     monkeypatch.setenv("KVFERRY_STATE_DIR", str(world.store.folder))
     shown = CliRunner().invoke(app, ["status", "--json"], catch_exceptions=False)
     assert shown.exit_code == 0
     assert msgspec.json.decode(shown.stdout, type=ClusterReport).state == "ready"
     table = CliRunner().invoke(app, ["status", "world"], catch_exceptions=False)
+    assert f"tiny at {world.state.url}/v1, KV by shm\n" in table.stdout
     row = next(line.split() for line in table.stdout.splitlines() if line.startswith("prefill-0"))
     assert row[1] == "prefill"
     assert row[3:5] == ["ready", "63/63"]
@@ -191,7 +193,9 @@ def address(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def test_a_joined_ray_cluster_serves_and_is_left_as_it_was(address: str, tiny_llama_dir: Path, tmp_path: Path) -> None:
     store = StateStore(tmp_path / "state")
-    state = up(tiny(tiny_llama_dir, "guest", ray=RaySection(address=address)), store=store)
+    steps: list[Step] = []
+    state = up(tiny(tiny_llama_dir, "guest", ray=RaySection(address=address)), steps.append, store=store)
+    assert [step.stage for step in steps if step.actor == "ray"] == [f"connecting to {address}", "ready"]
     guest = World(state, store, [])
     pids = [actor.status.pid for actor in guest.report().actors]
     assert len(pids) == 3

@@ -62,7 +62,7 @@ def test_the_command_starts_without_the_heavy_packages() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("status",), "no cluster is up"),
+        (("status",), "kvferry top URL"),
         (("down", "nobody"), "no cluster 'nobody' is up"),
         (("scale", "prefill=2", "--cluster", "nobody"), "no cluster 'nobody' is up"),
         (("scale", "prefill"), "no cluster is up"),

@@ -8,14 +8,14 @@ import jsonschema
 import msgspec
 import pytest
 import yaml
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from cluster.cli import app
 from cluster.config import ClusterConfig, RoleSection
 from cluster.config_file import build, load_config, parse_config
 from cluster.plan import worker_orders
 from cluster.schema import config_schema
-from protocol.errors import ConfigError
+from protocol.errors import CheckpointUnavailable, ConfigError
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 EXAMPLES = sorted(DEPLOY.glob("*.yaml"))
@@ -34,7 +34,11 @@ def test_there_is_an_example_for_each_kind_of_place() -> None:
 
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
 def test_each_example_is_right_and_fits_the_schema(file: Path) -> None:
-    assert kvferry("config", "check", str(file)).endswith(": ok\n")
+    said = kvferry("config", "check", str(file))
+    assert said.partition(": ok")[2] in (
+        "\n",
+        "; the model is not on this machine, and must be on each of the cluster's\n",
+    )
     jsonschema.validate(yaml.safe_load(file.read_text()), config_schema())
     assert f"$schema={SCHEMA_FILE.name}" in file.read_text()
 
@@ -87,6 +91,27 @@ def test_a_wrong_file_is_named_with_its_key(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["config", "check", str(DEPLOY / "laptop.yaml"), str(file)])
     assert isinstance(done.exception, ConfigError)
     assert done.exception.field == "prefill.limits.max_wating"
+
+
+def test_a_model_that_nobody_has_is_refused_and_one_that_another_machine_may_have_is_not(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+
+    def checked(model: str) -> Result:
+        file.write_text(f"model: {model}\n")
+        return CliRunner().invoke(app, ["config", "check", str(file)])
+
+    assert checked("smollm2-135m").stdout.endswith(": ok\n")
+    for unknown in ("smollm2-135mm", "org/some-model"):
+        error = checked(unknown).exception
+        assert isinstance(error, CheckpointUnavailable)
+        assert (error.field, "known: smollm2-135m" in error.message) == ("model", True)
+    for path in ("/nowhere/at/all", "./beside", "~/nowhere-at-all"):
+        assert "ok; the model is not on this machine" in checked(path).stdout
+    (tmp_path / "half").mkdir()
+    for path in ("half", "./half", str(tmp_path / "half")):
+        error = checked(path).exception
+        assert isinstance(error, CheckpointUnavailable)
+        assert r"config.json is missing" in error.message
 
 
 def test_where_workers_are_placed_is_in_their_orders() -> None:

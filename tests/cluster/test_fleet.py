@@ -185,11 +185,13 @@ class TestUnderLoad:
         with fleet.load():
             fleet.command("scale", "decode=2")
             assert sorted(fleet.lives()) == ["decode-0", "decode-1", "prefill-1", "router-1"]
+            assert not any(actor.status.restarted for actor in fleet.actors().values()), "all of them are new"
             pid = fleet.actors()["decode-1"].status.pid
             os.kill(pid, signal.SIGTERM)
             until(lambda: not runs(pid))
             until(lambda: fleet.supervisor().settled)
             assert fleet.lives()["decode-1"] > 1, "it was told to end, not that there shall be one less"
+            assert fleet.actors()["decode-1"].status.restarted
             self._changes_its_role(fleet)
             fleet.command("drain", "decode-1")
         assert sorted(fleet.lives()) == ["decode-0", "prefill-1", "router-1"]

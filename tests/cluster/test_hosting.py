@@ -60,11 +60,13 @@ def until(condition: Callable[[], bool]) -> None:
 
 def test_a_service_comes_up_and_stops_with_nobody_calling_its_methods(hosts: list[Host]) -> None:
     service = Scripted()
-    host = Host("hosted", lambda: service)
+    states: list[HostState] = []
+    host = Host("hosted", lambda: service, on_up=lambda: states.append(host.state))
     hosts.append(host)
     host.begin()
     until(lambda: host.state is HostState.READY)
     assert (host.stage, host.fraction, host.error) == ("ready", 1.0, "")
+    assert states == [HostState.STARTING]
     assert [phase.name for phase in host.phases] == ["thread", "imports", "loading"]
     host.stop(5.0)
     assert host.state is HostState.STOPPED

@@ -38,6 +38,11 @@ def test_what_dies_is_made_again_with_a_higher_incarnation() -> None:
         world.die(name)
         world.settle()
         assert world.alive[name].incarnation > before
+    assert {name: member.lives for name, member in world.alive.items()} == {
+        "decode-0": 3,
+        "router-0": 2,
+        "prefill-0": 1,
+    }
 
 
 def test_what_dies_again_and_again_is_made_with_growing_pauses() -> None:
@@ -73,6 +78,7 @@ def test_scaling_takes_new_names_and_lets_the_last_ones_go() -> None:
     world.supervision.scale({"prefill": 3, "decode": 2})
     world.settle()
     assert world.names() == ["decode-0", "decode-1", "prefill-0", "prefill-1", "prefill-2", "router-0"]
+    assert {member.lives for member in world.alive.values()} == {1}, "nobody has died"
     world.supervision.scale({"prefill": 1})
     world.settle(lambda: world.serving("prefill") >= 1)
     assert world.names() == ["decode-0", "decode-1", "prefill-0", "router-0"]

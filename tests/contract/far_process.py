@@ -22,7 +22,7 @@ TRIES = 60
 
 def impatient(seconds: float) -> tuple[TransportConfig, str]:
     """Settings that give up a peer after ``seconds`` without progress, more if all is slow; and what is said then."""
-    config = TransportConfig(timeout=round(allowed(seconds), 1))
+    config = TransportConfig(timeout=round(min(allowed(seconds), 20.0), 1))
     return config, re.escape(f"no progress for {config.timeout} seconds")
 
 

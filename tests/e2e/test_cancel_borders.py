@@ -67,8 +67,8 @@ class Borders:
     def _wrap_work(self, owner: Any, name: str) -> None:
         inner: Callable[..., Coroutine[Any, Any, Any]] = getattr(owner, name)
 
-        async def wrapped(*arguments: Any) -> Any:
-            work = asyncio.ensure_future(inner(*arguments))
+        async def wrapped(*arguments: Any, **more: Any) -> Any:
+            work = asyncio.ensure_future(inner(*arguments, **more))
             await asyncio.sleep(0)
             self._pass()
             try:

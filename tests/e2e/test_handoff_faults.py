@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -37,13 +37,18 @@ class Gate:
         self._execute = worker._stepper.execute
         worker._stepper.execute = self._held  # type: ignore[method-assign]
 
-    async def _held(self, chunks: Sequence[Chunk], *watch: LayerWatch) -> Sequence[Draw | None]:
+    async def _held(
+        self, chunks: Sequence[Chunk], *watch: LayerWatch, begun: Callable[[], object] | None = None
+    ) -> Sequence[Draw | None]:
         if self._free_steps:
             self._free_steps -= 1
         else:
             self.held += 1
+            if begun is not None:  # it has, and stands
+                begun()
+                begun = None
             await self._open.wait()
-        return await self._execute(chunks, *watch)
+        return await self._execute(chunks, *watch, begun=begun)
 
     def open(self) -> None:
         self._open.set()

@@ -53,11 +53,12 @@ def sensible(body: dict[str, Any], path: str, chance: int) -> dict[str, Any]:
         near.pop("messages", None)
         near["prompt"] = "the ferry"
     if isinstance(near.get("tokens"), list):
-        near["tokens"] = [token % 256 for token in near["tokens"]]
+        near["tokens"] = [token % 256 if isinstance(token, int) else token for token in near["tokens"]]
     if not path.startswith("/v1"):
         return near
     if isinstance(near.get("messages"), list):
-        near["messages"] = [{"role": "user", "content": str(turn.get("content"))[:9]} for turn in near["messages"][:2]]
+        contents = [turn.get("content") if isinstance(turn, dict) else turn for turn in near["messages"][:2]]
+        near["messages"] = [{"role": "user", "content": str(content)[:9]} for content in contents]
     else:
         near["prompt"] = [5, 6]
     # Two fields are left as they were drawn.

@@ -144,9 +144,9 @@ def watch_for_a_full_pool(running: Rack) -> Callable[[], bool]:
     (decode,) = running.decode
     execute, seen = decode._stepper.execute, []
 
-    async def watched(*step: object) -> object:
+    async def watched(*step: object, **more: object) -> object:
         seen.append(decode.pool.available)
-        return await execute(*step)  # type: ignore[arg-type]
+        return await execute(*step, **more)  # type: ignore[arg-type]
 
     decode._stepper.execute = watched  # type: ignore[assignment,method-assign]
     return lambda: 0 in seen

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from engine.attention import create_backend
 from engine.attention.backend import Scoring
+from engine.attention.native import NativeAttention
 from engine.attention.sdpa import group_by_length
 from engine.batch import BatchLimits, Chunk, FlatBatch, flatten
 from engine.kv_cache import TORCH_DTYPES, KVCache
@@ -26,6 +27,7 @@ from protocol.layout import CacheDtype, KVLayout, Order
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 128
+KERNELS = load()
 
 
 @st.composite
@@ -44,18 +46,19 @@ def scattered(shapes: list[tuple[int, int]], block_size: int, seed: int) -> Flat
     return flatten(chunks, BatchLimits(block_size, NUM_BLOCKS, 1, 1 << 20))
 
 
-native = pytest.param("native", marks=pytest.mark.skipif(load() is None, reason="no C++ compiler"))
+native = pytest.param("native", marks=pytest.mark.skipif(KERNELS is None, reason="no C++ compiler"))
 TOLERANCE: dict[CacheDtype, float] = {"float32": 1e-5, "bfloat16": 2.0**-7}
 
 
 @pytest.mark.parametrize("name", ["sdpa", native])
 @settings(max_examples=60, deadline=None)
 @given(
+    kind=st.sampled_from(range((KERNELS.linear_kind if KERNELS else 0) + 1)),
     shapes=chunk_shapes(),
     heads=st.sampled_from([(1, 1), (2, 1), (3, 3), (6, 2), (8, 1), (9, 3), (14, 2), (24, 3), (18, 1)]),
     block_size=st.sampled_from([4, 8, 16, 24]),
     order=st.sampled_from(["NHD", "HND"]),
-    head_dim=st.sampled_from([8, 20, 32, 64, 96]),
+    head_dim=st.sampled_from([8, 20, 32, 64, 96, 128]),
     dtype=st.sampled_from(["float32", "bfloat16"]),
     window=st.sampled_from([0, 0, 1, 3, 17, 64]),
     softcap=st.sampled_from([0.0, 0.0, 0.8, 30.0]),
@@ -63,6 +66,7 @@ TOLERANCE: dict[CacheDtype, float] = {"float32": 1e-5, "bfloat16": 2.0**-7}
 )
 def test_backend_equals_reference(
     name: str,
+    kind: int,
     shapes: list[tuple[int, int]],
     heads: tuple[int, int],
     block_size: int,
@@ -100,7 +104,10 @@ def test_backend_equals_reference(
                 for part, view in enumerate((k_cache, v_cache)):
                     place = (block, offset) if order == "NHD" else (block, slice(None), offset)
                     view[place] = context[block * block_size + offset, part]
-        plan = create_backend(backend, layout, CPU).plan(batch)
+        made = create_backend(backend, layout, CPU)
+        if isinstance(made, NativeAttention):
+            made.kind = min(made.kind, kind)  # what this CPU has, and what lesser ones have
+        plan = made.plan(batch)
         if backend == "reference":
             plan.store(turned[:, query_heads:], qkv[:, query_heads + kv_heads :], k_cache, v_cache)
             q = turned[:, :query_heads]
@@ -115,7 +122,7 @@ def test_backend_equals_reference(
     assert torch.isnan(pools[1][:, 0]).all()  # the other layer was not touched
 
 
-@pytest.mark.skipif(load() is None, reason="no C++ compiler")
+@pytest.mark.skipif(KERNELS is None, reason="no C++ compiler")
 @pytest.mark.parametrize(("start", "count"), [(0, 200), (230, 70), (128, 33), (399, 17), (500, 4)])
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 def test_a_chunk_after_a_long_context_equals_the_reference(start: int, count: int, head_dim: int) -> None:
@@ -149,7 +156,7 @@ def test_long_contexts(name: str, start: int, count: int) -> None:
     torch.testing.assert_close(outs[1].float(), outs[0].float(), rtol=2.0**-7, atol=2.0**-6)
 
 
-@pytest.mark.skipif(load() is None, reason="no C++ compiler")
+@pytest.mark.skipif(KERNELS is None, reason="no C++ compiler")
 @pytest.mark.parametrize("window", [0, 130, 300])
 @pytest.mark.parametrize("block_size", [16, 24])
 def test_a_decode_in_parts_is_the_reference_and_does_not_depend_on_the_others(window: int, block_size: int) -> None:

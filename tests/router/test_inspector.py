@@ -45,6 +45,9 @@ async def inspector(tokenizer_dir: Path) -> AsyncIterator[Inspector]:
         (Grammar("json_schema", '{"a":' * 400 + "1" + "}" * 400), "recursion"),
         (Grammar("lark", "no grammar"), "cannot be used"),
         (Grammar("regex", "(a{1000}){1000}"), "too many expressions"),
+        (Grammar("json_schema", '{"$ref": "#"}'), "no text fits it"),
+        (Grammar("lark", "start: a\na: b\nb: a"), "no text fits it"),
+        (Grammar("regex", r"[^\s\S]"), "no text fits it"),
     ],
 )
 async def test_what_cannot_be_used_is_named_and_the_next_one_is_looked_at(

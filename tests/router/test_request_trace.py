@@ -9,12 +9,17 @@ from pathlib import Path
 import httpx
 import pytest
 from collector import Collector, receiving
-from front_stage import write_checkpoint
+from front_stage import CHAT, IM_END, ScriptedService, one_by_one, serving, write_checkpoint
 from scripted_workers import ScriptedWorker, fleet_at, until
 from test_server import routing
 from worker_facts import MODEL
 
-from protocol.tracing.config import TracingConfig
+from protocol.tracing.config import TracingConfig, tracing
+from router.front.app import Front
+from router.request_trace import RequestTraces
+from router.tokenizer import Tokenizer
+
+CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 
 @pytest.fixture
@@ -98,3 +103,22 @@ async def test_an_unsampled_request_tells_its_workers_nothing(tmp_path: Path, th
         assert answer.status_code == 200
         assert prefill.opened[0].traceparent == ""
     assert there.spans == []
+
+
+@pytest.mark.parametrize(
+    ("said", "stop", "reason"),
+    [(CALL, None, "tool_calls"), (CALL, "<tool", "stop"), ("the ferry", None, "stop"), ("the ferry", "fer", "stop")],
+)
+async def test_it_tells_the_end_that_the_client_is_told(
+    said: str, stop: str | None, reason: str, bpe_tokenizer: Tokenizer, there: Collector
+) -> None:
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    service = ScriptedService(one_by_one((*bpe_tokenizer.encode(said), IM_END), "stop"), max_model_len=4096)
+    async with tracing(TracingConfig(endpoint=there.url, sample_ratio=1.0), "router", "r") as tracer:
+        assert tracer is not None
+        with serving(Front(service, bpe_tokenizer, traces=RequestTraces(tracer, MODEL))) as url:
+            async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=20.0) as client:
+                answer = await client.post("/v1/chat/completions", json={**CHAT, "tools": tools, "stop": stop})
+    assert answer.json()["choices"][0]["finish_reason"] == reason
+    (root,) = there.named(f"chat {MODEL}")
+    assert root.attributes["gen_ai.response.finish_reasons"] == [reason]
