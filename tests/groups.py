@@ -29,11 +29,15 @@ def _starts_nodes(file: Path) -> bool:
 
 
 def longest_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """The tests in an order in which no session is left with a long file at the end."""
+    """The tests in an order in which no session is left with a long file at the end.
+
+    And none stands still: what is ``serial`` comes last of its group, when the other sessions have no slow test left
+    that it would wait for, or that would wait for it.
+    """
     files = [list(tests) for _, tests in groupby(items, lambda item: item.path)]
 
-    def rank(tests: list[pytest.Item]) -> tuple[bool, bool]:
+    def rank(tests: list[pytest.Item]) -> tuple[bool, bool, bool]:
         marks = {mark.name for item in tests for mark in item.iter_markers()}
-        return NODES not in marks, "slow" not in marks
+        return NODES not in marks, "serial" in marks, "slow" not in marks
 
     return [item for tests in sorted(files, key=rank) for item in tests]

@@ -26,7 +26,8 @@ import os
 def test_crashes():
     os._exit(0)
 """
-STARTS_NODES = "pytestmark = pytest.mark." + "ray"
+STARTS_NODES = "pytestmark = [pytest.mark." + "ray]"
+ALONE = STARTS_NODES.replace("]", ", pytest.mark.serial]")
 PASSES = """
 import os, pytest
 {mark}
@@ -80,15 +81,17 @@ def run(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_tests_of_a_file_and_all_that_start_nodes_stay_together(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    marks = {"plain": "", "other": "", "node": STARTS_NODES, "up": STARTS_NODES}
+    marks = {"plain": "", "other": "", "alone": ALONE, "node": STARTS_NODES, "up": STARTS_NODES}
     for name, mark in marks.items():
         (tmp_path / f"test_{name}.py").write_text(PASSES.format(mark=mark, name=name, log=str(log)))
     done = run(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "16 passed" in done.stdout
+    assert "20 passed" in done.stdout
     workers: dict[str, set[str]] = {}
     seeds = set()
-    for name, worker, seed in map(str.split, log.read_text().splitlines()):
+    lines = [line.split() for line in log.read_text().splitlines()]
+    assert [name for name, *_ in lines if marks[name]][-4:] == ["alone"] * 4, "when no slow test is left elsewhere"
+    for name, worker, seed in lines:
         seeds.add(f"faults: --fault-seed {seed}")
         workers.setdefault("ray" if marks[name] else name, set()).add(worker)
     assert {name: len(found) for name, found in workers.items()} == {"plain": 1, "other": 1, "ray": 1}

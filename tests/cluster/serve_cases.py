@@ -39,7 +39,7 @@ async def routed(model: Path, *, step: float = 0.0, **config: Any) -> AsyncItera
         for worker in workers:
             worker.step = step
             worker.start()
-        async with AsyncClient(server.url) as client, asyncio.timeout(20.0):
+        async with AsyncClient(server.url) as client, asyncio.timeout(60.0):
             while not (await client.health()).ready:  # noqa: ASYNC110 -- no event tells of it
                 await asyncio.sleep(0.005)
         yield server.url

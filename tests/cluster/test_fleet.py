@@ -140,7 +140,7 @@ def fleet(tiny_llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         engine=EngineSection(dtype="float32", num_blocks=64, block_size=8),
         router=RouterSection(port=0, limits=LIMITS),
         scale=ScaleSection(drain_timeout=30.0),
-        ray=RaySection(cpus=2),
+        ray=RaySection(cpus=2, start_timeout=300.0),
     )
     handler = signal.getsignal(signal.SIGTERM)
     state = up(config, store=store)
@@ -169,7 +169,7 @@ class TestUnderLoad:
         limits = LIMITS | {"max_attempts": 3}
         file.write_text(
             f"model: {fleet.config.model}\nname: {NAME}\nserved_name: tiny\nrouter: {{port: 0, limits: {limits}}}\n"
-            "engine: {dtype: float32, num_blocks: 96, block_size: 8}\nray: {cpus: 2}\n"
+            "engine: {dtype: float32, num_blocks: 96, block_size: 8}\nray: {cpus: 2, start_timeout: 300}\n"
         )
         before = fleet.pids()
         with fleet.load():

@@ -139,7 +139,7 @@ def test_up_waits_for_the_second_machine_and_status_tells_of_a_third(
             f"ray: {{address: '{ray.address}', machines: 2, start_timeout: 300}}"
         )
         coming = pool.submit(up, config, progress, store=store)
-        assert waits.wait(60), steps
+        assert waits.wait(300), steps
         assert not [step for step in steps if step.stage == "placing"]
         ray.grow()
         coming.result(330)

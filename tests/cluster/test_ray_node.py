@@ -89,15 +89,14 @@ def test_a_stranger_without_the_token_is_refused(bystander: NodeState) -> None:
         assert inside or "token" in done.stderr
 
 
-def test_what_a_killed_daemon_leaves_is_found_and_removed(nodes: list[NodeState]) -> None:
-    node = start_node(RaySection(cpus=1), lambda _: None, timeout=300.0)
-    nodes.append(node)
-    assert node.daemon is not None
-    os.kill(node.daemon.pid, signal.SIGKILL)
-    until(lambda: not node_alive(node))
-    stop_node(node)
-    assert not node_processes(node.temp_dir)
-    assert not Path(node.temp_dir).exists()
+def test_what_a_killed_daemon_leaves_is_found_and_removed(bystander: NodeState) -> None:
+    """The last that is done to the bystander."""
+    assert bystander.daemon is not None
+    os.kill(bystander.daemon.pid, signal.SIGKILL)
+    until(lambda: not node_alive(bystander))
+    stop_node(bystander)
+    assert not node_processes(bystander.temp_dir)
+    assert not Path(bystander.temp_dir).exists()
 
 
 def test_a_node_that_is_not_ready_in_time_leaves_nothing() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -10,10 +11,19 @@ from pathlib import Path
 
 import pytest
 from ferry import GENERATION, PATIENCE, POISON, Harbor, until
+from pace import allowed
+
+from kv_transfer.transport import TransportConfig
 
 LARGE = 1 << 20
 MANY = 64
 TRIES = 60
+
+
+def impatient(seconds: float) -> tuple[TransportConfig, str]:
+    """Settings that give up a peer after ``seconds`` without progress, more if all is slow; and what is said then."""
+    config = TransportConfig(timeout=round(min(allowed(seconds), 20.0), 1))
+    return config, re.escape(f"no progress for {config.timeout} seconds")
 
 
 class FarEnd:

@@ -1,6 +1,7 @@
 """The carried transports against a second process, or a carrier, that is killed or stopped in the middle."""
 
 import asyncio
+import re
 import secrets
 import signal
 import threading
@@ -10,11 +11,11 @@ from collections.abc import Iterator
 import psutil
 import pytest
 from carrier_here import need_library
-from far_process import LARGE, MANY, Start, caught_midway
+from far_process import LARGE, MANY, Start, caught_midway, impatient
 from ferry import GENERATION, POISON, Harbor, Quay, until
+from pace import allowed
 from ucx_segments import none_left, segments
 
-from kv_transfer.transport import TransportConfig
 from protocol.errors import ChannelLost
 
 
@@ -86,7 +87,7 @@ async def test_a_stopped_and_resumed_sender_changes_not_a_byte_after_close(
             carrier.suspend()
         began = time.monotonic()
         await there.receiver.close_window(ticket)
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < allowed(2.0)
         there.poison()
         fresh = there.open(range(MANY // 2))
         for carrier in stopped:
@@ -114,7 +115,7 @@ async def test_a_killed_sender_breaks_its_window_and_no_other(start: Start, harb
     began = time.monotonic()
     far.signal(signal.SIGKILL)
     await until(lambda: there.broken)
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < allowed(1.0)
     assert {lost for lost, _ in there.broken} == {ticket}
     assert all(isinstance(error, ChannelLost) for _, error in there.broken)
     await there.receiver.close_window(ticket)
@@ -142,12 +143,13 @@ async def test_a_killed_receiver_costs_the_sender_its_ship_and_nothing_else(
         began = time.monotonic()
         await asyncio.gather(ship, return_exceptions=True)
         assert ship.exception() is None or isinstance(ship.exception(), ChannelLost)
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < allowed(2.0)
     await crosses(other, here)
 
 
 async def test_a_stopped_receiver_is_given_up_after_the_timeout(start: Start, quay, carried) -> None:
-    here = quay(carried, MANY, LARGE, TransportConfig(timeout=2.0))
+    config, given_up = impatient(2.0)
+    here = quay(carried, MANY, LARGE, config)
     ticket = secrets.token_bytes(16)
     far = await start("receive", scheme=carried, ticket=ticket.hex())
     address = str((await far.hear())["address"])
@@ -157,9 +159,9 @@ async def test_a_stopped_receiver_is_given_up_after_the_timeout(start: Start, qu
     began = time.monotonic()
     ships = [here.ship(address, ticket, [(i, i)]) for i in range(1, 20)]
     ends = await asyncio.gather(*ships, return_exceptions=True)
-    assert all(isinstance(end, ChannelLost) and "no progress for 2.0 seconds" in end.message for end in ends)
+    assert all(isinstance(end, ChannelLost) and re.search(given_up, end.message) for end in ends)
     # What waits for the connection does not wait in turn.
-    assert 1.9 < time.monotonic() - began < 5.0
+    assert 0.95 * config.timeout < time.monotonic() - began < config.timeout + allowed(3.0)
     here.pool[:] = 0
     far.signal(signal.SIGCONT)
     assert (await far.hear()) == {"broken": True}
@@ -178,12 +180,12 @@ async def test_an_abort_and_a_close_do_not_wait_for_a_stopped_receiver(start: St
     await asyncio.wait(stuck, timeout=0.1)
     began = time.monotonic()
     await here.sender.abort(ticket)
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < allowed(0.5)
     for ship in stuck:
         with pytest.raises(ChannelLost, match="aborted"):
             await ship
     await here.sender.close()
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < allowed(3.0)
     for carrier in carriers(far.process.pid):
         carrier.resume()
 
@@ -192,7 +194,7 @@ async def test_an_abort_and_a_close_do_not_wait_for_a_stopped_receiver(start: St
 @pytest.mark.parametrize("whose", [0, 1])
 async def test_a_dead_or_stopped_carrier_costs_one_ship(harbor, quay, carried, fate, whose) -> None:
     """Both ends' carriers are children of this process: the older one is the sender's."""
-    config = TransportConfig(timeout=2.0)
+    config, _ = impatient(2.0)
     there, here = harbor(carried, MANY, LARGE, config), quay(carried, MANY, LARGE, config)
     await crosses(there, here)
     victim = sorted(carriers(), key=lambda child: "send" not in child.cmdline())[whose]

@@ -1,13 +1,14 @@
 """The tcp and ucx transports against a second process that is killed or stopped in the middle, here and elsewhere."""
 
 import asyncio
+import re
 import secrets
 import signal
 import time
 
 import psutil
 import pytest
-from far_process import LARGE, MANY, FarEnd, Start, caught_midway
+from far_process import LARGE, MANY, FarEnd, Start, caught_midway, impatient
 from ferry import GENERATION, POISON, until
 from pace import allowed
 from sites import Way, ways
@@ -91,7 +92,7 @@ async def test_a_killed_receiver_is_noticed_at_once(way: Way, start: Start, quay
     far.signal(signal.SIGKILL)
     ends = await asyncio.gather(*ships, return_exceptions=True)
     assert all(isinstance(end, ChannelLost) for end in ends)
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < allowed(2.0)
 
 
 async def test_a_receiver_that_dies_between_two_ships_leaves_nothing_at_its_sender(
@@ -110,22 +111,24 @@ async def test_a_receiver_that_dies_between_two_ships_leaves_nothing_at_its_send
 
 
 async def test_a_stopped_receiver_is_given_up_after_the_timeout(way: Way, start: Start, quay) -> None:
-    here = quay(way.scheme, MANY, LARGE, TransportConfig(timeout=0.5))
+    config, given_up = impatient(0.5)
+    here = quay(way.scheme, MANY, LARGE, config)
     far, address, ticket = await receiving(start, way)
     await here.ship(address, ticket, [(0, 0)])
     await far.stop()
     began = time.monotonic()
-    with pytest.raises(ChannelLost, match=r"no progress for 0\.5 seconds"):
+    with pytest.raises(ChannelLost, match=given_up):
         await here.ship(address, ticket, [(i, i) for i in range(1, MANY)])
-    assert time.monotonic() - began > 0.4
+    assert time.monotonic() - began > 0.8 * config.timeout
     # The next one, on a new connection, fares no better and waits no longer.
-    with pytest.raises(ChannelLost, match=r"no progress for 0\.5 seconds"):
+    with pytest.raises(ChannelLost, match=given_up):
         await here.ship(address, ticket, [(1, 1)])
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 2 * config.timeout + allowed(4.0)
 
 
 async def test_parts_that_wait_for_a_stopped_receiver_do_not_wait_in_turn(way: Way, start: Start, quay) -> None:
-    here = quay(way.scheme, MANY, LARGE, TransportConfig(timeout=0.5))
+    config, given_up = impatient(0.5)
+    here = quay(way.scheme, MANY, LARGE, config)
     far, address, ticket = await receiving(start, way)
     await here.ship(address, ticket, [(0, 0)])
     assert (await far.hear()) == {"landed": True}
@@ -133,8 +136,8 @@ async def test_parts_that_wait_for_a_stopped_receiver_do_not_wait_in_turn(way: W
     began = time.monotonic()
     ships = [here.ship(address, ticket, [(i, i)]) for i in range(1, 20)]
     ends = await asyncio.gather(*ships, return_exceptions=True)
-    assert all(isinstance(end, ChannelLost) and "no progress for 0.5 seconds" in end.message for end in ends)
-    assert 0.4 < time.monotonic() - began < 3.0
+    assert all(isinstance(end, ChannelLost) and re.search(given_up, end.message) for end in ends)
+    assert 0.8 * config.timeout < time.monotonic() - began < config.timeout + allowed(2.5)
     if way.scheme == "ucx":
         here.pool[:] = 0
         far.signal(signal.SIGCONT)
@@ -154,7 +157,7 @@ async def test_an_abort_and_a_close_do_not_wait_for_a_stopped_receiver(way: Way,
     for ship in stuck:
         with pytest.raises(ChannelLost, match="aborted"):
             await ship
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < allowed(1.0)
 
     def connected() -> bool:
         where = parse(address.replace(f"{way.scheme}://", "tcp://"))
@@ -162,6 +165,6 @@ async def test_an_abort_and_a_close_do_not_wait_for_a_stopped_receiver(way: Way,
 
     # The connection that was in the middle of a frame goes too: the receiver must not wait for the rest.
     await until(lambda: not connected())
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < allowed(2.0)
     await here.sender.close()
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < allowed(3.0)

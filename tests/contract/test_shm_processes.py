@@ -2,14 +2,16 @@
 
 import asyncio
 import fcntl
+import re
 import secrets
 import signal
 import time
 
 import numpy as np
 import pytest
-from far_process import LARGE, MANY, FarEnd, Start
+from far_process import LARGE, MANY, FarEnd, Start, impatient
 from ferry import GENERATION, POISON, Harbor, Quay, until
+from pace import allowed
 from ucx_segments import shared_files
 
 from kv_transfer.shm.ledger import SLOTS, SenderLedger, _lock
@@ -49,7 +51,7 @@ async def test_a_stopped_sender_holds_up_nothing(start: Start, harbor) -> None:
         assert (there.pool == 1).all()
         began = time.monotonic()
         await there.receiver.close_window(ticket)
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < allowed(1.0)
         there.poison()
         far.signal(signal.SIGCONT)
         assert (await far.hear())["result"] == "shipped"
@@ -117,7 +119,7 @@ async def test_a_killed_receiver_is_noticed_at_once(start: Start, quay, known: b
     far.signal(signal.SIGKILL)
     ends = await asyncio.gather(*ships, return_exceptions=True)
     assert all(isinstance(end, ChannelLost) for end in ends)
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < allowed(2.0)
     await far.process.wait()
     with pytest.raises(ChannelLost, match="cannot connect"):
         await here.ship(address, ticket, [(5, 5)])
@@ -125,7 +127,8 @@ async def test_a_killed_receiver_is_noticed_at_once(start: Start, quay, known: b
 
 @pytest.mark.parametrize("known", [True, False])
 async def test_a_stopped_receiver_is_given_up_after_the_timeout(start: Start, quay, known: bool) -> None:
-    here = quay("shm", MANY, LARGE, TransportConfig(timeout=0.5))
+    config, given_up = impatient(0.5)
+    here = quay("shm", MANY, LARGE, config)
     ticket = secrets.token_bytes(16)
     far = await start("receive", scheme="shm", ticket=ticket.hex())
     address = str((await far.hear())["address"])
@@ -135,16 +138,17 @@ async def test_a_stopped_receiver_is_given_up_after_the_timeout(start: Start, qu
     began = time.monotonic()
     ends = await asyncio.gather(*[here.ship(address, ticket, [(i, i)]) for i in range(1, 20)], return_exceptions=True)
     assert {type(end) for end in ends} == {ChannelLost}
-    assert all("no progress for 0.5 seconds" in str(end) for end in ends)
-    assert time.monotonic() - began > 0.4
+    assert all(re.search(given_up, str(end)) for end in ends)
+    assert time.monotonic() - began > 0.8 * config.timeout
     # The next one, on a new connection, fares no better and waits no longer.
-    with pytest.raises(ChannelLost, match=r"no progress for 0\.5 seconds"):
+    with pytest.raises(ChannelLost, match=given_up):
         await here.ship(address, ticket, [(1, 1)])
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 2 * config.timeout + allowed(4.0)
 
 
 async def test_a_stopped_receiver_is_given_up_however_busy_another_one_is(start: Start, harbor, quay) -> None:
-    here, there = quay("shm", MANY, LARGE, TransportConfig(timeout=0.5)), harbor("shm", MANY, LARGE)
+    config, given_up = impatient(0.5)
+    here, there = quay("shm", MANY, LARGE, config), harbor("shm", MANY, LARGE)
     ticket = secrets.token_bytes(16)
     far = await start("receive", scheme="shm", ticket=ticket.hex())
     address = str((await far.hear())["address"])
@@ -156,8 +160,8 @@ async def test_a_stopped_receiver_is_given_up_however_busy_another_one_is(start:
         fresh = there.open(range(MANY))
         await one_big_ship(here, there.address, fresh, MANY)
         await there.receiver.close_window(fresh)
-        assert time.monotonic() - began < 10.0
-    with pytest.raises(ChannelLost, match=r"no progress for 0\.5 seconds"):
+        assert time.monotonic() - began < config.timeout + allowed(9.5)
+    with pytest.raises(ChannelLost, match=given_up):
         await stuck
 
 
@@ -175,7 +179,7 @@ async def test_an_abort_does_not_wait_for_a_receiver_that_was_stopped_between_sh
     for ship in stuck:
         with pytest.raises(ChannelLost, match="aborted"):
             await ship
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < allowed(0.5)
     # What it finds when it goes on is refused: it may have had it all before it reads the ledger.
     far.signal(signal.SIGCONT)
     other = secrets.token_bytes(16)
@@ -221,7 +225,7 @@ async def test_an_abort_returns_only_when_the_copy_is_proved_quiet(start: Start,
     done, _ = await asyncio.wait([abort, ship], timeout=0.2)
     assert not done
     far.signal(signal.SIGCONT if end == "resumed" else signal.SIGKILL)
-    await asyncio.wait_for(abort, 5.0)
+    await asyncio.wait_for(abort, allowed(5.0))
     with pytest.raises((ChannelLost, asyncio.CancelledError)):
         await ship
     here.pool[:] = POISON
@@ -231,11 +235,12 @@ async def test_an_abort_returns_only_when_the_copy_is_proved_quiet(start: Start,
 
 
 async def test_close_gives_up_after_the_timeout_on_a_receiver_stopped_in_a_copy(start: Start, quay) -> None:
-    here = quay("shm", HUGE, LARGE, TransportConfig(timeout=0.5))
+    config, _ = impatient(0.5)
+    here = quay("shm", HUGE, LARGE, config)
     far, _, ship = await stopped_in_a_copy(start, here)
     began = time.monotonic()
     await here.sender.close()
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < config.timeout + allowed(2.5)
     with pytest.raises(ChannelLost):
         await ship
     here.pool[:] = POISON

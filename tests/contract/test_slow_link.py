@@ -20,6 +20,7 @@ MANY = 128
 RATE = "1gbit"
 RATE_BYTES = 1e9 / 8
 ROUNDS = 3
+TRIES = 5
 SHARE = 0.6
 """Of the plain socket's speed, at least: far less than what is reached, so that a busy machine does not matter."""
 
@@ -83,13 +84,21 @@ async def test_a_ship_is_as_fast_as_the_link(way: Way, lan: Lan, harbor, quay) -
 
 async def test_a_small_ship_is_not_held_up_by_a_large_one(way: Way, lan: Lan, harbor, quay) -> None:
     here, there = quay(way.scheme, MANY, BLOCK, TransportConfig()), harbor(way.scheme, MANY, BLOCK, TransportConfig())
-    ticket, other = there.open(range(MANY - 8)), there.open(range(MANY - 8, MANY))
-    await here.ship(there.address, other, [(MANY - 1, MANY - 1)])
-    large = asyncio.create_task(here.ship(there.address, ticket, [(i, i) for i in range(MANY - 8)]))
-    await until(lambda: (there.pool[0] == here.pool[0]).all())
-    for small in range(MANY - 8, MANY - 5):
-        await here.ship(there.address, other, [(small, small)])
-        assert (there.pool[small] == here.pool[small]).all()
-    assert not large.done()
-    await large
-    assert (there.pool[: MANY - 5] == here.pool[: MANY - 5]).all()
+    for _ in range(TRIES):
+        ticket, other = there.open(range(MANY - 8)), there.open(range(MANY - 8, MANY))
+        await here.ship(there.address, other, [(MANY - 1, MANY - 1)])
+        large = asyncio.create_task(here.ship(there.address, ticket, [(i, i) for i in range(MANY - 8)]))
+        await until(lambda: (there.pool[0] == here.pool[0]).all())
+        for small in range(MANY - 8, MANY - 5):
+            await here.ship(there.address, other, [(small, small)])
+            assert (there.pool[small] == here.pool[small]).all()
+        overtaken = not large.done()
+        await large
+        assert (there.pool[: MANY - 5] == here.pool[: MANY - 5]).all()
+        if overtaken:
+            return
+        # Nobody had a core for the small ones meanwhile.
+        for open_still in (ticket, other):
+            await there.receiver.close_window(open_still)
+        there.poison()
+    pytest.fail("the small ones come after the large one every time")

@@ -9,6 +9,7 @@ import weakref
 import numpy as np
 import pytest
 from ferry import BIND, GENERATION, NOBODY, ONE_STREAM, POISON, SHALLOW, Harbor, Quay, as_pool, until
+from pace import allowed
 
 from engine.shared_memory import allocate
 from kv_transfer.plan import plan
@@ -16,12 +17,9 @@ from kv_transfer.span import Span
 from kv_transfer.transport import Window, make_receiver, make_sender
 from protocol.errors import (
     ChannelLost,
-    ConfigError,
     IntegrityMismatch,
-    InvariantViolation,
     TicketRejected,
     TransferError,
-    UnknownTransport,
 )
 from protocol.layout import KVLayout
 
@@ -30,6 +28,7 @@ LARGE = 512 << 10
 MANY = 64
 """MANY blocks of LARGE bytes: long enough under way to be met in the middle, and two parts where there are streams."""
 TRIES = 40
+TOO_SOON = "the ship was over too soon every time"
 
 
 async def meet_midway(harbor: Harbor, quay: Quay) -> tuple[bytes, asyncio.Task[object]]:
@@ -44,7 +43,7 @@ async def meet_midway(harbor: Harbor, quay: Quay) -> tuple[bytes, asyncio.Task[o
             return ticket, task
         await task
         await harbor.receiver.close_window(ticket)
-    pytest.fail("the ship was over too soon every time")
+    pytest.fail(TOO_SOON)
 
 
 async def test_bytes_arrive_where_they_belong(scheme, harbor, quay):
@@ -190,12 +189,12 @@ async def closed_midway(harbor: Harbor, quay: Quay) -> asyncio.Task[object]:
     """A ship whose window was closed while it was under way."""
     for _ in range(TRIES):
         ticket, task = await meet_midway(harbor, quay)
-        await asyncio.wait_for(harbor.receiver.close_window(ticket), 1.0)
+        await asyncio.wait_for(harbor.receiver.close_window(ticket), allowed(1.0))
         if (harbor.pool[:, -1] == POISON).any():
             return task
         # It came in whole between the look and the close, and landed if the receiver had noticed that by then.
         await asyncio.gather(task, return_exceptions=True)
-    pytest.fail("the ship was over too soon every time")
+    pytest.fail(TOO_SOON)
 
 
 async def test_closing_a_window_in_mid_ship_stops_every_byte(scheme, harbor, quay):
@@ -241,13 +240,12 @@ async def test_closing_after_a_ship_and_closing_twice(scheme, harbor, quay):
 @pytest.mark.parametrize("config", [SHALLOW, ONE_STREAM], ids=["streams", "one stream"])
 async def test_after_an_abort_the_source_may_change(scheme, harbor, quay, config):
     here, there = quay(scheme, MANY, LARGE, config), harbor(scheme, MANY, LARGE)
-    before = here.pool.copy()
-    for _ in range(3):
+    before, aborted = here.pool.copy(), 0
+    for _ in range(TRIES):
         ticket, task = await meet_midway(there, here)
-        await asyncio.wait_for(here.sender.abort(ticket), 1.0)
+        await asyncio.wait_for(here.sender.abort(ticket), allowed(1.0))
         here.pool[:] = 1
-        with pytest.raises(ChannelLost, match="aborted"):
-            await task
+        (end,) = await asyncio.gather(task, return_exceptions=True)
         if config is ONE_STREAM:
             await until(lambda: there.broken or there.landed)
         await there.receiver.close_window(ticket)
@@ -256,9 +254,17 @@ async def test_after_an_abort_the_source_may_change(scheme, harbor, quay, config
         # The last bytes may have been in the sockets already; then, and only then, it is whole.
         assert written.all() or not there.landed
         assert {lost for lost, _ in there.broken} <= {ticket}
-        there.landed.clear()
         there.broken.clear()
         here.pool[:] = before
+        # It may have been over between the look and the abort.
+        if isinstance(end, Exception):
+            with pytest.raises(ChannelLost, match="aborted"):
+                raise end
+            aborted += 1
+        if aborted == 3:
+            break
+    else:
+        pytest.fail(TOO_SOON)
 
 
 async def test_an_aborted_ticket_ships_no_more(scheme, harbor, quay):
@@ -312,13 +318,20 @@ async def test_nobody_there(scheme, quay):
 
 
 async def test_a_receiver_closed_in_mid_ship(scheme, harbor, quay):
-    here, there = quay(scheme, MANY, LARGE), harbor(scheme, MANY, LARGE)
-    _, task = await meet_midway(there, here)
-    await asyncio.wait_for(there.receiver.close(), 5.0)
-    there.poison()
-    with pytest.raises((ChannelLost, TicketRejected)):
-        await task
-    assert there.poisoned
+    here = quay(scheme, MANY, LARGE)
+    for _ in range(TRIES):
+        there = harbor(scheme, MANY, LARGE)
+        _, task = await meet_midway(there, here)
+        await asyncio.wait_for(there.receiver.close(), allowed(5.0))
+        there.poison()
+        (end,) = await asyncio.gather(task, return_exceptions=True)
+        assert there.poisoned
+        # It may have been over between the look and the close.
+        if isinstance(end, Exception):
+            assert isinstance(end, ChannelLost | TicketRejected)
+            break
+    else:
+        pytest.fail(TOO_SOON)
     with pytest.raises(ChannelLost):
         there.open([1])
     with pytest.raises(ChannelLost):
@@ -327,12 +340,21 @@ async def test_a_receiver_closed_in_mid_ship(scheme, harbor, quay):
 
 
 async def test_a_sender_closed_in_mid_ship(scheme, harbor, quay):
-    here, there = quay(scheme, MANY, LARGE, ONE_STREAM), harbor(scheme, MANY, LARGE)
-    ticket, task = await meet_midway(there, here)
-    await asyncio.wait_for(here.sender.close(), 5.0)
-    with pytest.raises(ChannelLost, match="closed"):
-        await task
-    await until(lambda: there.broken or there.landed)
+    there = harbor(scheme, MANY, LARGE)
+    for _ in range(TRIES):
+        here = quay(scheme, MANY, LARGE, ONE_STREAM)
+        ticket, task = await meet_midway(there, here)
+        await asyncio.wait_for(here.sender.close(), allowed(5.0))
+        (end,) = await asyncio.gather(task, return_exceptions=True)
+        await until(lambda: there.broken or there.landed)
+        # It may have been over between the look and the close.
+        if isinstance(end, Exception):
+            with pytest.raises(ChannelLost, match="closed"):
+                raise end
+            break
+        await there.receiver.close_window(ticket)
+    else:
+        pytest.fail(TOO_SOON)
     with pytest.raises(ChannelLost, match="closed"):
         await here.ship(there.address, ticket, [(0, 0)])
     await here.sender.close()
@@ -351,50 +373,3 @@ async def test_closed_ends_let_go_of_the_memory(scheme):
     mapping, here = weakref.ref(here.obj), None
     assert mapping() is None, "somebody still views it"
     there.append(1)  # nor can a bytearray be resized then
-
-
-async def test_windows_are_checked_when_opened(scheme, harbor):
-    there = harbor(scheme, 4, BLOCK)
-    with pytest.raises(ConfigError, match="block 4 of 4096 bytes"):
-        there.open([1, 4])
-    ticket = there.open([1, 2])
-    with pytest.raises(InvariantViolation, match="block 2"):
-        there.open([2, 3])
-    again = Window(ticket, (3,), (1,), BLOCK)
-    with pytest.raises(InvariantViolation, match="ticket"):
-        there.receiver.open(again, lambda _: None, lambda *_: None)
-
-
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [({"ticket": b"short"}, "ticket"), ({"block_bytes": 0}, "block_bytes"), ({"generations": (1,)}, "generations"),
-     ({"blocks": (1, 1)}, "blocks"), ({"blocks": (-1, 1)}, "blocks")],
-)  # fmt: skip
-def test_a_window_names_what_is_wrong_with_it(change: dict[str, object], field: str) -> None:
-    values: dict[str, object] = {"ticket": bytes(16), "blocks": (1, 2), "generations": (1, 1), "block_bytes": 8}
-    with pytest.raises(ConfigError) as caught:
-        Window(**(values | change))
-    assert caught.value.field == field
-
-
-async def test_memory_that_will_not_do_is_refused(scheme):
-    with pytest.raises(ConfigError, match=r"read-only|in host memory"):
-        make_receiver(BIND[scheme], memoryview(bytes(8)))
-    with pytest.raises(ConfigError, match=r"contiguous|in host memory"):
-        make_receiver(BIND[scheme], memoryview(bytearray(8))[::2])
-    with pytest.raises(ConfigError, match=r"contiguous|in host memory"):
-        make_sender(scheme, memoryview(bytes(8))[::2])
-
-
-@pytest.mark.parametrize("address", ["pigeon://roof", "127.0.0.1:80", ""])
-def test_an_unknown_scheme_lists_the_known_ones(address: str) -> None:
-    with pytest.raises(UnknownTransport, match="cuda_ipc, inproc, nixl, shm, tcp, ucx, ucxx"):
-        make_receiver(address, memoryview(bytearray(8)))
-    with pytest.raises(UnknownTransport, match="cuda_ipc, inproc, nixl, shm, tcp, ucx, ucxx"):
-        make_sender("pigeon", memoryview(bytearray(8)))
-
-
-async def test_an_address_in_use_is_refused(scheme, harbor):
-    there = harbor(scheme, 1, BLOCK)
-    with pytest.raises(ConfigError, match=r"address|listen"):
-        make_receiver(there.address, as_pool(scheme, memoryview(bytearray(8))))

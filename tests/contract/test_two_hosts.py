@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 from namespaces import Lan, why_not
 
-FILES = ("test_transport_contract.py", "test_second_process.py", "test_cut_link.py", "test_slow_link.py")
+FILES = (
+    *("test_transport_contract.py", "test_refused_ends.py", "test_second_process.py"),
+    *("test_cut_link.py", "test_slow_link.py"),
+)
 """The others ask what a link does not change."""
 
 

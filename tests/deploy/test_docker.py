@@ -168,14 +168,14 @@ def test_who_is_told_to_end_brings_the_cluster_down(tmp_path: Path, while_coming
         until(lambda: "up" in logged(tmp_path))
         until(lambda: while_coming_up or logged(tmp_path)[-1] == "status")
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
     assert logged(tmp_path)[-1] == "down"
 
 
 def test_a_cluster_that_is_gone_ends_the_container(tmp_path: Path) -> None:
     (tmp_path / "log.short").touch()
     with entered(tmp_path) as process:
-        assert process.wait(20) == 1
+        assert process.wait(60) == 1
     # What an earlier life has left is cleared away first.
     assert logged(tmp_path) == ["status", "down", "up", "status", "down"]
 
@@ -186,5 +186,5 @@ def test_a_cluster_that_is_there_already_is_kept(tmp_path: Path) -> None:
         # A look is logged before it looks, so the second proves what the first has found.
         until(lambda: len(logged(tmp_path)) > 1)
         (tmp_path / "log.there").unlink()
-        assert process.wait(20) == 1
+        assert process.wait(60) == 1
     assert {*logged(tmp_path)[:-1]} == {"status"}

@@ -27,13 +27,14 @@ engine: {{dtype: float32, block_size: 16, num_blocks: 256, max_batch_tokens: 64,
 prefill: {{replicas: {prefill}, threads: 1}}
 decode: {{replicas: {decode}, threads: 1}}
 router: {{port: 0}}
+ray: {{start_timeout: 400}}
 """
 BLOCK = 16
 CHUNK = 64
 SAMPLE = re.compile(r"^kvferry_pool_blocks\{(?P<labels>[^}]*)\} (?P<value>\S+)$", re.MULTILINE)
 
 
-def run(*arguments: str, folder: Path, timeout: float = 240.0) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, folder: Path, timeout: float = 450.0) -> subprocess.CompletedProcess[str]:
     """The ``kvferry`` command, in a process of its own."""
     return subprocess.run(
         [str(Path(sys.executable).with_name("kvferry")), *arguments],

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from oracle import Oracle
+from pace import allowed
 from rack import Rack, rack
 from test_handoff_faults import prompt_of
 
@@ -99,11 +100,11 @@ async def test_a_cancel_at_every_border(tiny_llama_dir: Path, tiny_oracle: Oracl
         for at in range(1, MOST):
             task = asyncio.create_task(running.ask(doomed, max_tokens=4))
             borders.arm(at, task)
-            await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 20.0)
+            await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), allowed(20.0))
             if not borders.met:
                 break
             borders.arm(MOST, task)
-            assert (await asyncio.wait_for(running.ask(later, max_tokens=4), 20.0)).token_ids == truth, at
+            assert (await asyncio.wait_for(running.ask(later, max_tokens=4), allowed(20.0))).token_ids == truth, at
             await running.settle()
         else:
             pytest.fail("the request never came to its end")

@@ -20,7 +20,7 @@ from oracle import Oracle
 from cluster.model_store import resolve_model
 from protocol.layout import KVLayout
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 LAYOUT = KVLayout(num_layers=30, kv_heads=3, head_dim=64, block_size=BLOCK, dtype="float32")
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5)
@@ -238,11 +238,10 @@ async def collect(url: str, prompt: list[int], tokens: int, begun: asyncio.Event
 @pytest.mark.parametrize(
     ("number", "sampling"),
     [
-        (signal.SIGKILL, {"temperature": 0}),
         (signal.SIGKILL, {"temperature": 0.8, "seed": 11}),
         (signal.SIGSTOP, {"temperature": 0}),
     ],
-    ids=["killed-greedy", "killed-seeded", "stopped"],
+    ids=["killed", "stopped"],
 )
 async def test_nobody_notices_the_death_of_a_decode_worker(
     running: Running, number: signal.Signals, sampling: dict[str, object]

@@ -11,6 +11,7 @@ import pytest
 import zmq
 import zmq.asyncio
 from oracle import Oracle
+from pace import allowed
 from rack import rack, until
 from test_handoff_faults import check_alive, prompt_of
 
@@ -35,7 +36,7 @@ async def test_a_prefill_worker_that_names_no_endpoint_harms_nobody_else(
             await until(lambda: running.service.health().prefill_workers == 2, "the stranger")
             # One of the two goes to the stranger first, and comes back when its heartbeats end.
             answers = asyncio.gather(*(running.ask(prompt_of(tiny_oracle, 11, seed)) for seed in (1, 2)))
-            assert [answer.token_ids for answer in await asyncio.wait_for(answers, 15.0)] == [
+            assert [answer.token_ids for answer in await asyncio.wait_for(answers, allowed(15.0))] == [
                 tiny_oracle.greedy(prompt_of(tiny_oracle, 11, seed), 12) for seed in (1, 2)
             ]
             await check_alive(running, tiny_oracle)
@@ -58,7 +59,7 @@ async def test_a_receiving_loop_that_raised_ends_the_worker(tiny_llama_dir: Path
             worker._link._on_message = raises
         task = asyncio.create_task(running.ask([5, 6, 7, 8, 9]))
         with pytest.raises(RuntimeError, match="a fault of ours"):
-            await asyncio.wait_for(worker.wait(), 5.0)
+            await asyncio.wait_for(worker.wait(), allowed(5.0))
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         # What it held ends with it.

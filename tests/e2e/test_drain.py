@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from oracle import Oracle
+from pace import allowed
 from rack import Rack, rack, until
 from test_handoff_faults import Gate, prompt_of
 
@@ -20,7 +21,7 @@ TOKENS = 12
 
 async def left(running: Rack, worker: PrefillWorker | DecodeWorker) -> None:
     """Wait until a worker that drains has left in good order, and let it go."""
-    await asyncio.wait_for(worker.wait(), 20.0)
+    await asyncio.wait_for(worker.wait(), allowed(20.0))
     pool = worker.load().pool
     assert (pool.used, pool.leaked) == (0, 0)
     (running.prefill if isinstance(worker, PrefillWorker) else running.decode).remove(worker)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pace import allowed
 from rack import rack, until
 
 from decode_worker.sequence import SequenceState
@@ -52,6 +53,6 @@ async def test_who_waits_behind_a_sequence_that_is_given_up_gets_its_turn(tiny_l
         assert (young.tracker.state, behind.tracker.state) == (SequenceState.SWAPPED, SequenceState.WAITING)
 
         await until(lambda: young.tracker.state is SequenceState.GONE, "the end of patience")
-        await until(lambda: behind.tracker.state is SequenceState.IMPORTING, "the turn of the one behind", 5.0)
+        await until(lambda: behind.tracker.state is SequenceState.IMPORTING, "the turn of the one behind", allowed(5.0))
         decode._from_router(NOBODY, Cancel(key=behind.key))
         pool.release_all(OTHERS)

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from pace import allowed
 from rack import MODEL, until
 from test_handoff_faults import Gate
 
@@ -31,7 +32,7 @@ async def pour(writer: asyncio.StreamWriter, piece: bytes) -> None:
     """Send ``MUCH`` bytes, as fast as they are taken."""
     for _ in range(MUCH // len(piece)):
         writer.write(piece)
-        await asyncio.wait_for(writer.drain(), 10.0)
+        await asyncio.wait_for(writer.drain(), allowed(10.0))
         await asyncio.sleep(0)
 
 
@@ -81,12 +82,12 @@ async def test_a_client_that_leaves_is_noticed_with_a_further_request_under_way(
         writer.write((head + body) * 2)
         await until(lambda: gate.held, "a stream in mid-way")
         writer.close()
-        await until(lambda: not server.service._dispatcher.live_requests, "the end of the request", 5.0)
+        await until(lambda: not server.service._dispatcher.live_requests, "the end of the request")
         gate.open()
         # A client that stays gets its first answer whole, and is told that the connection ends with it.
         reader, writer = await asyncio.open_connection(*address_of(server))
         writer.write((head + body) * 2)
-        answer = await asyncio.wait_for(reader.read(), 20.0)
+        answer = await asyncio.wait_for(reader.read(), allowed(20.0))
         assert answer.startswith(b"HTTP/1.1 200")
         assert b"connection: close" in answer.lower()
         assert len(json.loads(answer.split(b"\r\n\r\n", 1)[1])["choices"]) == 1

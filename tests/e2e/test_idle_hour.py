@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from oracle import Oracle
+from pace import allowed
 from rack import rack
 from test_handoff_faults import check_alive
 
@@ -28,7 +29,7 @@ async def test_the_first_transfer_after_an_hour(
         begun = clock()
         await check_alive(running, tiny_oracle)
         answer = await running.ask(range(5, 40), salt="not seen before")
-        assert clock() - begun < BOUND
+        assert clock() - begun < allowed(BOUND)
         assert answer.report is not None
         assert (answer.report.attempts, answer.report.transport) == (1, transport)
         assert answer.token_ids == tiny_oracle.greedy([*range(5, 40)], 12)

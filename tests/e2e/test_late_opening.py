@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from oracle import Oracle
+from pace import allowed
 from rack import Rack, rack, until
 from test_handoff_faults import Gate, check_alive, prompt_of
 
@@ -38,7 +39,7 @@ async def test_a_cancel_overtakes_the_message_that_opens(tiny_llama_dir: Path, t
             deliver(*message)
         await running.settle()
         everything_idle(running)
-        await asyncio.wait_for(check_alive(running, tiny_oracle), 10)
+        await asyncio.wait_for(check_alive(running, tiny_oracle), allowed(10.0))
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -76,4 +77,4 @@ async def test_the_message_that_opens_comes_twice(
         await asyncio.sleep(0.3)
         await running.settle()
         everything_idle(running)
-        await asyncio.wait_for(check_alive(running, tiny_oracle), 10)
+        await asyncio.wait_for(check_alive(running, tiny_oracle), allowed(10.0))

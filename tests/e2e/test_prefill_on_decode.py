@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from checkpoints import tiny_llama
 from oracle import Oracle
+from pace import allowed
 from prometheus_client.parser import text_string_to_metric_families
 from rack import Answer, Rack, rack, until
 from test_handoff_faults import Gate, prompt_of
@@ -151,7 +152,7 @@ async def test_what_a_step_gave_goes_out_while_the_next_one_computes(tiny_llama_
         seen: list[int] = []
         async with aclosing(running.service.generate(Generation(tuple(prompt), sampling))) as outputs:
             while len(seen) < 3:
-                seen += (await asyncio.wait_for(anext(outputs), 10.0)).token_ids
+                seen += (await asyncio.wait_for(anext(outputs), allowed(10.0))).token_ids
         assert seen == tiny_oracle.greedy(prompt, 12)[:3]
         await until(lambda: gate.held, "the step that stands still")
         gate.open()

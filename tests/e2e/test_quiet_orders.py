@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from oracle import Oracle
+from pace import allowed
 from rack import rack, until
 from test_handoff_faults import check_alive, prompt_of
 
@@ -60,5 +61,5 @@ async def test_completions_after_a_cancel(
             await until(lambda: draining() == expected, "the end of the one side alone")
             second.open()
         receive.open()
-        await running.settle(5.0)
+        await running.settle(allowed(5.0))
         await check_alive(running, tiny_oracle)

@@ -61,7 +61,7 @@ async def test_decode_refuses_a_hundred_times_after_prefill_has_finished(
             late.let_in()
             with pytest.raises(ContextLengthExceeded, match="prompt and output need 70 tokens"):
                 await asked
-            await running.settle(1.0)
+            await running.settle(allowed(1.0))
         assert [worker.load().pool.free for worker in running.workers()] == free
         decode._max_model_len = longest
         late.leave()
@@ -83,7 +83,7 @@ async def test_a_prompt_longer_than_a_worker_takes_is_refused_and_never_begun(
         async with asyncio.timeout(allowed(1.0)):
             with pytest.raises(ContextLengthExceeded, match=r"tokens, this model takes"):
                 await running.ask(prompt_of(tiny_oracle, PROMPT))
-        await running.settle(1.0)
+        await running.settle(allowed(1.0))
         assert decode.load().decode_tokens == 0
         prefill._max_model_len, decode._max_model_len = lengths
         await check_alive(running, tiny_oracle)

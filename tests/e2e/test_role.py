@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from oracle import Oracle
+from pace import allowed
 from rack import MODEL, Rack, rack, until
 from test_handoff_faults import prompt_of
 
@@ -34,7 +35,7 @@ class Changer:
         """Drain what it is, and be this."""
         if self.worker is not None:
             self.worker.drain(20.0)
-            await asyncio.wait_for(self.worker.wait(), 20.0)
+            await asyncio.wait_for(self.worker.wait(), allowed(20.0))
             pool = self.worker.load().pool
             assert (pool.used, pool.leaked) == (0, 0)
             await self.worker.stop()

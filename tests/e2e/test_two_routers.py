@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 from oracle import Oracle
+from pace import allowed
 from rack import MODEL, until
 from test_handoff_faults import prompt_of
 
@@ -59,7 +60,7 @@ async def test_two_requests_that_hold_what_the_other_waits_for(tiny_llama_dir: P
         prefill._link._on_message = deliver
         for message in reversed(held):
             deliver(*message)
-        answers = await asyncio.wait_for(asyncio.gather(*tasks), 12 * LEASE_TTL)
+        answers = await asyncio.wait_for(asyncio.gather(*tasks), allowed(12 * LEASE_TTL))
         assert answers == truths
     finally:
         for task in tasks:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from oracle import Oracle
+from pace import allowed
 from rack import Rack, rack, until
 from test_handoff_faults import Gate, prompt_of
 
@@ -93,7 +94,7 @@ async def test_one_that_stays_wedged_ends_to_be_started_again(tiny_llama_dir: Pa
         try:
             await ask_all(running, tiny_oracle, range(2))
             with pytest.raises(EngineFailure, match="no step has ended"):
-                await asyncio.wait_for(victim.wait(), 10.0)
+                await asyncio.wait_for(victim.wait(), allowed(10.0))
         finally:
             release()
         running.decode.remove(victim)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from paged_pools import NOWHERE, far_block, poisoned_pool
+from paged_pools import NOWHERE, combined, far_block, poisoned_pool
 
 from engine.float8 import UNSCALED
 from engine.kernels import reference
@@ -43,10 +43,9 @@ def problem(kv_heads, group, head_dim, block_size, dtype, order, device, lengths
     return q, k_cache, v_cache, tables.to(device), torch.tensor(lengths, dtype=torch.int32, device=device)
 
 
-@pytest.mark.parametrize("order", ["HND", "NHD"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("kv_heads", "group", "head_dim", "block_size"), SHAPES)
-def test_equals_float64(kv_heads, group, head_dim, block_size, dtype, order, device):
+@pytest.mark.parametrize(("shape", "dtype", "order"), combined(SHAPES, TOLERANCE, ["HND", "NHD"]), ids=str)
+def test_equals_float64(shape, dtype, order, device):
+    kv_heads, group, head_dim, block_size = shape
     lengths = [1, block_size - 1, block_size, block_size + 1, 131]
     operands = problem(kv_heads, group, head_dim, block_size, dtype, order, device, lengths)
     out = paged_decode(*operands, head_dim**-0.5, order, splits=2)
@@ -64,10 +63,17 @@ def test_any_number_of_splits(splits, device):
     )
 
 
-@pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("window", "softcap"), [(1, 0.0), (40, 0.0), (0, 0.7), (65, 5.0), (500, 50.0)])
-def test_windows_and_capped_scores(window, softcap, dtype, splits, device):
+@pytest.mark.parametrize(
+    ("limits", "dtype", "splits"),
+    combined(
+        [(1, 0.0), (40, 0.0), (0, 0.7), (65, 5.0), (500, 50.0)],
+        [torch.float32, torch.bfloat16],
+        [1, 4],
+    ),
+    ids=str,
+)
+def test_windows_and_capped_scores(limits, dtype, splits, device):
+    window, softcap = limits
     operands = problem(2, 3, 64, 16, dtype, "HND", device, [200, 65, 33, 1])
     scoring = {"window": window, "softcap": softcap}
     out = paged_decode(*operands, 0.125, "HND", splits=splits, **scoring)

@@ -1,10 +1,7 @@
 """Where the kernels' cases run: in Triton's interpreter when TRITON_INTERPRET is set, else on the GPU."""
 
-import os
-
 import pytest
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+from paged_pools import INTERPRETED
 
 
 @pytest.fixture

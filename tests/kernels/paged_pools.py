@@ -1,5 +1,8 @@
 """Pools for the kernels' cases: block-major, one layer of several, everything that no kernel may read poisoned."""
 
+import itertools
+import os
+
 import torch
 
 from engine.kv_cache import TORCH_DTYPES
@@ -8,6 +11,8 @@ from protocol.layout import KVLayout
 LAYERS, LAYER = 3, 1
 NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether the cases run in Triton's interpreter, else on the GPU."""
 NOWHERE = 1 << 30
 """A block id that nobody may follow."""
 
@@ -24,6 +29,19 @@ def poisoned_pool(num_blocks, kv_heads, head_dim, block_size, dtype, order, devi
     )
     pool = torch.full(layout.pool_shape(num_blocks), float("nan"), dtype=dtype, device=device)
     return pool, pool[:, LAYER, 0], pool[:, LAYER, 1]
+
+
+def combined(*axes):
+    """Every combination of the axes' values; half of them in the interpreter, which takes its time.
+
+    Every two values of two axes still meet, where a third axis has two values, or more.
+    """
+    combinations = itertools.product(*map(enumerate, axes))
+    return [
+        tuple(value for _, value in chosen)
+        for chosen in combinations
+        if not INTERPRETED or sum(number for number, _ in chosen) % 2 == 0
+    ]
 
 
 def far_block(tmp_path, device, block_size, kv_heads, head_dim):

@@ -83,7 +83,7 @@ class Stage:
 
     def _pack(self, conversion: Conversion, target: memoryview) -> None:
         self.packing += 1
-        assert self.go_on.wait(10.0)
+        assert self.go_on.wait(60.0)
         moves, incomplete = conversion.moves, conversion.incomplete
         pack(bytes_of(self.source), SOURCE, moves, target, conversion.target, incomplete)
         self.packed += 1

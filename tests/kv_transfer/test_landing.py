@@ -56,7 +56,7 @@ class Stage:
 
     def _unpack(self, blocks: tuple[int, ...]) -> None:
         self.unpacking += 1
-        assert self.go_on.wait(10.0)
+        assert self.go_on.wait(60.0)
         if self.fail:
             raise ValueError("no such block")
         self.landing_memory.unpack(blocks)

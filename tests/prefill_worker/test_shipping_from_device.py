@@ -45,7 +45,7 @@ class HeldQueue(HostQueue):
         self.pinned = 0
 
     def wait_for_steps(self) -> None:
-        assert self.through.wait(10.0)
+        assert self.through.wait(60.0)
         if self.failed:
             raise EngineFailure("a step failed")
 

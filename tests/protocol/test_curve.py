@@ -37,12 +37,12 @@ async def context() -> AsyncIterator[zmq.asyncio.Context]:
 async def test_who_knows_the_secret_is_heard_and_answered(context: zmq.asyncio.Context) -> None:
     hub = Hub(context, ROUTER, "tcp://127.0.0.1:0", keys=KEYS)
     spoke = Spoke(context, WORKER, hub.endpoint, keys=CurveKeys.drawn_from(SECRET), watched=True)
-    await asyncio.wait_for(spoke.connected(), 10)
+    await asyncio.wait_for(spoke.connected(), 60)
     spoke.send(cancel())
-    identity, envelope = await asyncio.wait_for(hub.receive(), 10)
+    identity, envelope = await asyncio.wait_for(hub.receive(), 60)
     assert envelope.body == cancel()
     assert hub.send(identity, cancel("back"))
-    assert (await asyncio.wait_for(spoke.receive(), 10)).body == cancel("back")
+    assert (await asyncio.wait_for(spoke.receive(), 60)).body == cancel("back")
     hub.close()
     spoke.close()
 
@@ -57,10 +57,10 @@ async def test_who_does_not_is_not_heard(
     stranger = Spoke(context, Peer("stranger", 1), hub.endpoint, keys=spoke_keys, watched=True)
     stranger.send(cancel())
     with pytest.raises(AuthenticationFailed, match=hub.endpoint):
-        await asyncio.wait_for(stranger.connected(), 10)
+        await asyncio.wait_for(stranger.connected(), 60)
     friend = Spoke(context, WORKER, hub.endpoint, keys=hub_keys)
     friend.send(cancel())
-    assert (await asyncio.wait_for(hub.receive(), 10))[1].sender == WORKER
+    assert (await asyncio.wait_for(hub.receive(), 60))[1].sender == WORKER
     # The first frame came from the friend, and no other is there.
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(hub.receive(), 0.2)
@@ -77,14 +77,14 @@ async def test_a_spoke_tells_nothing_to_a_hub_without_the_secret(
         listener.setblocking(False)
         spoke = Spoke(context, WORKER, f"tcp://127.0.0.1:{listener.getsockname()[1]}", keys=keys)
         spoke.send(cancel())
-        connection, _ = await asyncio.wait_for(loop.sock_accept(listener), 10)
+        connection, _ = await asyncio.wait_for(loop.sock_accept(listener), 60)
         said = bytearray()
         with connection, contextlib.suppress(TimeoutError, ConnectionError):
             # The greeting of a server that asks for no security, and its READY.
             connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(16) + b"\x01" + bytes(31))
             connection.sendall(b"\x04\x06\x05READY")
             while MARK.encode() not in said and (
-                chunk := await asyncio.wait_for(loop.sock_recv(connection, 4096), 0.5 if keys else 10)
+                chunk := await asyncio.wait_for(loop.sock_recv(connection, 4096), 0.5 if keys else 60)
             ):
                 said += chunk
         told = {MARK.encode() in said, str(WORKER).encode() in said}
@@ -113,14 +113,14 @@ async def test_what_is_said_cannot_be_read_on_the_wire(context: zmq.asyncio.Cont
         server = await asyncio.start_server(between, "127.0.0.1", 0)
         spoke = Spoke(context, WORKER, f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", keys=keys)
         spoke.send(cancel())
-        assert (await asyncio.wait_for(hub.receive(), 10))[1].body == cancel()
+        assert (await asyncio.wait_for(hub.receive(), 60))[1].body == cancel()
         assert (MARK.encode() in heard) is legible
         spoke.close()
         hub.close()
         server.close()
         await server.wait_closed()
         others = asyncio.all_tasks(loop) - {asyncio.current_task()}
-        await asyncio.wait_for(asyncio.gather(*others, return_exceptions=True), 10)
+        await asyncio.wait_for(asyncio.gather(*others, return_exceptions=True), 60)
 
 
 def test_keys_are_the_same_everywhere_and_shown_nowhere() -> None:

@@ -72,4 +72,4 @@ async def test_the_shell_announces_first_and_hands_back_once() -> None:
             leaver.tick()
             await asyncio.sleep(0.01)
 
-    await asyncio.wait_for(asyncio.gather(ticking(), leaver.left), 5.0)
+    await asyncio.wait_for(asyncio.gather(ticking(), leaver.left), 60)

@@ -63,7 +63,7 @@ def test_a_scrape_that_takes_long_holds_nobody_up(bpe_tokenizer: Tokenizer) -> N
     class Slow(ScriptedService):
         def metrics(self) -> bytes:
             begun.set()
-            assert may_end.wait(10.0)
+            assert may_end.wait(60.0)
             return super().metrics()
 
     with serving_front(Slow(saying((5,))), bpe_tokenizer) as url, httpx.Client(base_url=url, trust_env=False) as http:
@@ -72,7 +72,7 @@ def test_a_scrape_that_takes_long_holds_nobody_up(bpe_tokenizer: Tokenizer) -> N
             target=lambda: scraped.append(httpx.get(f"{url}/metrics", trust_env=False, timeout=20.0).status_code)
         )
         scrape.start()
-        assert begun.wait(10.0)
+        assert begun.wait(60.0)
         try:
             assert http.post("/v1/completions", json=TEXT).status_code == 200
         finally:

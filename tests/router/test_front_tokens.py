@@ -156,7 +156,7 @@ def test_a_long_text_does_not_hold_up_the_others(bpe_tokenizer: Tokenizer, monke
     def slow(text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         if len(text) >= LONG_BODY_BYTES:
             begun.set()
-            assert go_on.wait(10.0)
+            assert go_on.wait(60.0)
         return encode(text, add_special_tokens=add_special_tokens)
 
     monkeypatch.setattr(bpe_tokenizer, "encode", slow)
@@ -168,7 +168,7 @@ def test_a_long_text_does_not_hold_up_the_others(bpe_tokenizer: Tokenizer, monke
         )
         long.start()
         try:
-            assert begun.wait(10.0)
+            assert begun.wait(60.0)
             assert told(http.post("/tokenize", json={"prompt": "ab"}))["count"] > 0
         finally:
             go_on.set()

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from pace import allowed
 from scripted_workers import fleet_at, until
 from test_server import routing, tokenizer_dir
 from worker_facts import MODEL
@@ -75,7 +76,7 @@ async def test_one_that_never_ends_holds_nobody_up_for_long(
     begun = time.monotonic()
     with pytest.raises(InvalidRequest, match="takes too long"):
         await inspector.check(ENDLESS, "f")
-    assert time.monotonic() - begun < took
+    assert time.monotonic() - begun < allowed(took)
 
 
 async def test_a_client_that_leaves_takes_no_answer_of_another(inspector: Inspector) -> None:
