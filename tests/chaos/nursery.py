@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+from pathlib import Path
 from types import ModuleType
 
 LINE_BYTES = 8 << 20
@@ -31,6 +32,8 @@ async def grow_up(module: ModuleType, order: dict[str, object]) -> None:
 
 
 def main() -> None:
+    # Beside this folder's, what all tests share.
+    sys.path.append(str(Path(__file__).parents[1]))
     module = importlib.import_module(sys.argv[1])
     # Nobody waits for a child, so none stays behind as a zombie.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 OPEN = {"RAY_AUTH_MODE": "disabled"}
@@ -45,7 +46,7 @@ def growing_ray() -> Iterator[GrowingRay]:
     environment = os.environ | OPEN | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_worker_prestart": "0"}
     command = [sys.executable, __file__]
     pipe = subprocess.PIPE
-    process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
     with process:
         try:
             yield GrowingRay(process)
@@ -63,6 +64,9 @@ def main() -> None:
     # A short path: Ray's sockets lie below it.
     with tempfile.TemporaryDirectory(prefix="kvf-", dir="/tmp") as folder:
         head = {**node, "include_dashboard": False, "temp_dir": folder}
+        # Where Ray notes down which cluster came last, in a folder that it does not make.
+        os.environ["RAY_TMPDIR"] = folder
+        Path(folder, "ray").mkdir()
         there = Cluster(initialize_head=True, head_node_args=head)
         print(there.address, flush=True)
         for _ in sys.stdin:
