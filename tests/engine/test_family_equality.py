@@ -126,8 +126,8 @@ def test_bfloat16_is_within_its_rounding_of_the_exact_logits(name: str, tmp_path
 
     # Both round at the same places, and sum up in another order.
     if "mixtral" in name:
-        # Which of two experts a near-tie takes is a matter of rounding; it puts a position far off, and those that see it
-        # a little.
+        # Which of two experts a near-tie takes is a matter of rounding; it puts a position far off, and those that see
+        # it a little.
         assert error(found).median() < 1.3 * error(theirs).median() < 0.3
         assert error(found).quantile(0.9) < 2 * error(theirs).quantile(0.9)
     else:
