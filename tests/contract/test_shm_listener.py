@@ -244,8 +244,8 @@ async def test_nothing_is_left_after_a_hundred_cycles() -> None:
     before = held()
     for _ in range(100):
         await cycle()
-    # Less is no leak: what earlier tests left to the garbage collector may have gone meanwhile. Nor is what another thread
-    # has for a moment.
+    # Less is no leak: what earlier tests left to the garbage collector may have gone meanwhile. Nor is what another
+    # thread has for a moment.
     await until(lambda: all(now <= then for now, then in zip(held(), before, strict=True)))
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")]
 
