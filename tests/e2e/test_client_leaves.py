@@ -20,7 +20,9 @@ async def test_both_legs_stop(tiny_llama_dir: Path, stage: str) -> None:
         prefill, decode = made.prefill, made.decode
         # Held where it is to be met: a client that is slow would find it further on, or over.
         gate = Gate(prefill) if stage == "prefilling" else Gate(decode, open_for=2)
-        body = {"model": MODEL, "prompt": PROMPT, "max_tokens": MANY, "stream": True, "ignore_eos": True}
+        # Greedy: tokens that were drawn may be parts of characters, whose text waits for the rest.
+        params = {"max_tokens": MANY, "stream": True, "ignore_eos": True, "temperature": 0}
+        body = {"model": MODEL, "prompt": PROMPT, **params}
         if stage == "prefilling":
             asking = asyncio.create_task(made.client.post("/v1/completions", json=body))
             await until(lambda: gate.held, "a step of prefill")
