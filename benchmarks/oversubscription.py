@@ -130,6 +130,14 @@ async def measure(options: argparse.Namespace) -> dict[str, list[Figures]]:
     return taken
 
 
+def ways_of(text: str) -> list[str]:
+    """The settings that ``text`` names, between commas."""
+    ways = text.split(",")
+    if unknown := [way for way in ways if way not in PREEMPTIONS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(PREEMPTIONS)}")
+    return ways
+
+
 def main() -> None:
     """Print one table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -139,7 +147,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=40, help="that are made, twice in each turn")
     parser.add_argument("--crowd", type=int, default=10, help="how many times what the pool holds come at once")
     parser.add_argument("--leave", type=float, default=0.3, help="share of the clients of a crowd that leave")
-    parser.add_argument("--ways", type=lambda text: text.split(","), default=[*PREEMPTIONS], help="settings compared")
+    parser.add_argument("--ways", type=ways_of, default=[*PREEMPTIONS], help="settings compared")
     parser.add_argument("--swap-bytes", type=int, default=256 << 20)
     parser.add_argument("--runs", type=int, default=5)
     options = parser.parse_args()
