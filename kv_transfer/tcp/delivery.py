@@ -107,18 +107,18 @@ def split(
 
 
 def _pieces(spans: Sequence[Span], longest: int) -> list[list[Span]]:
-    pieces: list[list[Span]] = [[]]
-    room = longest
-    for span in spans:
-        source, target, left = span.source, span.target, span.nbytes
-        while left:
-            if not room:
-                pieces.append([])
-                room = longest
-            size = min(room, left)
-            pieces[-1].append(Span(source, target, size))
-            source += size
-            target += size
-            left -= size
-            room -= size
+    """The spans in pieces of ``longest`` bytes, the last perhaps shorter; those that no cut falls into as they are."""
+    piece: list[Span] = []
+    pieces, room = [piece], longest
+    for whole in spans:
+        span = whole
+        while span.nbytes > room:
+            if room:
+                piece.append(Span(span.source, span.target, room))
+                span = Span(span.source + room, span.target + room, span.nbytes - room)
+            piece = []
+            pieces.append(piece)
+            room = longest
+        piece.append(span)
+        room -= span.nbytes
     return pieces
