@@ -149,6 +149,10 @@ class Imports:
             case _:
                 logger.warning("prefill worker %s sent a %s", sender, type(message).__name__)
 
+    def reconnected(self, endpoint: str) -> None:
+        """The connection to the prefill worker there was lost, and made again."""
+        self._carry_out(self.book.reconnected(endpoint, time.monotonic()), "lost")
+
     def tick(self) -> None:
         """Renew leases, and let what is due expire."""
         self._carry_out(self.book.tick(time.monotonic()), "expired")

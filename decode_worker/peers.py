@@ -1,7 +1,8 @@
 """Connections to prefill workers.
 
 Life cycle: made on the first message to a worker, kept while it is used, closed when idle. A worker that starts again
-has another endpoint, so its former connection just falls idle.
+another endpoint, so its former connection just falls idle. A connection that is lost is made again by itself; what was
+on its way is lost with it, and who waits for an answer is told so.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable
 import zmq.asyncio
 
 from protocol.curve import CurveKeys
-from protocol.errors import ConfigError, KVFerryError, ProtocolError
+from protocol.errors import AuthenticationFailed, ConfigError, KVFerryError, ProtocolError
 from protocol.ids import Peer
 from protocol.messages import Message, PrefillAddress
 from protocol.sockets import Spoke
@@ -30,6 +31,7 @@ class PrefillPeers:
         me: this worker.
         receive: called with ``(sender, message)``.
         refused: called with an error for each frame that does not decode, and for an endpoint that is none.
+        renewed: called with an endpoint to which a connection was lost and is there again.
         keys: that every prefill worker must have; None speaks to any.
 
     Attributes:
@@ -43,14 +45,16 @@ class PrefillPeers:
         *,
         receive: Callable[[Peer, Message], None],
         refused: Callable[[KVFerryError], None],
+        renewed: Callable[[str], None],
         keys: CurveKeys | None = None,
     ) -> None:
         self._context = context
         self._me = me
         self._receive = receive
         self._refused = refused
+        self._renewed = renewed
         self._keys = keys
-        self._spokes: dict[str, tuple[Spoke, asyncio.Task[None]]] = {}
+        self._spokes: dict[str, tuple[Spoke, tuple[asyncio.Task[None], ...]]] = {}
         self._used: dict[str, float] = {}
         self._closed = False
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -61,13 +65,14 @@ class PrefillPeers:
             return False
         if address.endpoint not in self._spokes:
             try:
-                spoke = Spoke(self._context, self._me, address.endpoint, keys=self._keys)
+                spoke = Spoke(self._context, self._me, address.endpoint, keys=self._keys, watched=True)
             except ConfigError as error:
                 self._refused(error)
                 return False
-            task = asyncio.create_task(self._listen(spoke))
-            task.add_done_callback(self._ended)
-            self._spokes[address.endpoint] = (spoke, task)
+            tasks = (asyncio.create_task(self._listen(spoke)), asyncio.create_task(self._look_after(spoke)))
+            for task in tasks:
+                task.add_done_callback(self._ended)
+            self._spokes[address.endpoint] = (spoke, tasks)
         self._used[address.endpoint] = time.monotonic()
         return self._spokes[address.endpoint][0].send(message)
 
@@ -81,15 +86,16 @@ class PrefillPeers:
     async def close(self) -> None:
         """Close every connection; what is sent from now on is dropped."""
         self._closed = True
-        tasks = [task for _, task in self._spokes.values()]
+        tasks = [task for _, each in self._spokes.values() for task in each]
         for endpoint in list(self._spokes):
             self._end(endpoint)
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _end(self, endpoint: str) -> None:
-        spoke, task = self._spokes.pop(endpoint)
+        spoke, tasks = self._spokes.pop(endpoint)
         del self._used[endpoint]
-        task.cancel()
+        for task in tasks:
+            task.cancel()
         spoke.close()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -105,3 +111,18 @@ class PrefillPeers:
                 self._refused(error)
                 continue
             self._receive(envelope.sender, envelope.body)
+
+    async def _look_after(self, spoke: Spoke) -> None:
+        met = refused = False
+        while True:
+            try:
+                await spoke.connected()
+            except AuthenticationFailed as error:
+                # It is tried again for ever, and nothing new to say.
+                if not refused:
+                    self._refused(error)
+                refused = True
+                continue
+            if met:
+                self._renewed(spoke.endpoint)
+            met, refused = True, False

@@ -136,6 +136,7 @@ class DecodeWorker:
             self.me,
             receive=lambda sender, message: self._imports.receive(sender, message),
             refused=lambda error: logger.warning("of a prefill worker: %s", error),
+            renewed=lambda endpoint: self._imports.reconnected(endpoint),
             keys=keys,
         )
         resources.push_async_callback(self._peers.close)

@@ -25,6 +25,7 @@ from kv_transfer.instructions import (
 )
 from kv_transfer.tombstones import Tombstones
 from protocol.errors import (
+    ChannelLost,
     ImportExpired,
     InvalidRequest,
     InvariantViolation,
@@ -264,6 +265,20 @@ class ImportBook:
         for item in [each for each in self._imports.values() if each.prefill.peer == peer and each.state in states]:
             error = WorkerLost(f"import {item.key}: its prefill worker {peer} is gone")
             instructions += self._drop(item, error, now, abort=False)
+        return instructions
+
+    def reconnected(self, endpoint: str, now: float) -> list[Instruction]:
+        """A connection to a prefill worker was lost, and is there again: so may be the grant, or the hand-over.
+
+        What only waits says so again and again. An import that has everything commits all the same.
+        """
+        instructions: list[Instruction] = []
+        for item in list(self._imports.values()):
+            if item.prefill.endpoint == endpoint and item.state is ImportState.IMPORTING:
+                lost = (
+                    f"import {item.key}: the connection to {item.prefill.peer} ended, and what was on its way is lost"
+                )
+                instructions += self._drop(item, ChannelLost(lost), now)
         return instructions
 
     def tick(self, now: float) -> list[Instruction]:

@@ -215,6 +215,7 @@ class TestEnding:
         ("broken", ["Abort", "Failed"], ["channel_lost"]),
         ("expire", ["Abort", "Failed"], ["import_expired"]),
         ("prefill_lost", ["Failed"], ["worker_lost"]),
+        ("reconnected", ["Abort", "Failed"], ["channel_lost"]),
         ("fail", ["Abort", "Failed"], ["worker_draining"]),
     )
 
@@ -229,6 +230,8 @@ class TestEnding:
             return book.tick(1e6)
         if way == "prefill_lost":
             return book.prefill_lost(PREFILL.peer, 1.0)
+        if way == "reconnected":
+            return book.reconnected(PREFILL.endpoint, 1.0)
         return book.fail(KEY, WorkerDraining("leaving"), 1.0)
 
     @pytest.mark.parametrize(("way", "told", "codes"), WAYS)
@@ -261,7 +264,7 @@ class TestEnding:
         assert kinds(self.end(book, way)) == ["Quarantine", *told]
         assert book.quiesced(TICKET, 2.0) == [FreeBlocks(KEY)]
 
-    @pytest.mark.parametrize("way", ["broken", "prefill_lost"])
+    @pytest.mark.parametrize("way", ["broken", "prefill_lost", "reconnected"])
     def test_a_whole_import_outlives_its_prefill_worker(self, book: ImportBook, way: str) -> None:
         opened(book)
         book.landed(TICKET, 3, 3 * SIZE, 1.0)
@@ -269,7 +272,7 @@ class TestEnding:
         assert self.end(book, way) == []
         assert kinds(book.quiesced(TICKET, 2.0)) == ["Commit", "Settle"]
 
-    @pytest.mark.parametrize("way", ["cancel", "refuse", "prefill_lost", "fail"])
+    @pytest.mark.parametrize("way", ["cancel", "refuse", "prefill_lost", "reconnected", "fail"])
     def test_an_end_after_the_commit_changes_nothing(self, book: ImportBook, way: str) -> None:
         opened(book)
         book.landed(TICKET, 3, 3 * SIZE, 1.0)
@@ -282,6 +285,16 @@ class TestEnding:
         assert book.refuse(STALE, REFUSAL, 1.0) == []
         assert book.prefill_lost(STALE, 1.0) == []
         assert book.is_open(KEY)
+
+    def test_another_connection_ends_nothing(self, book: ImportBook) -> None:
+        opened(book)
+        assert book.reconnected(f"{PREFILL.endpoint}0", 1.0) == []
+        assert book.is_open(KEY)
+
+    def test_what_waits_says_so_again_over_a_new_connection(self, book: ImportBook) -> None:
+        book.waiting(KEY, PREFILL, TTL, 0.0)
+        assert book.reconnected(PREFILL.endpoint, 1.0) == []
+        assert kinds(book.tick(TTL)) == ["Renew"]
 
     def test_the_error_reaches_the_router_and_prefill(self, book: ImportBook) -> None:
         opened(book)

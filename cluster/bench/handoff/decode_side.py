@@ -87,6 +87,7 @@ class DecodeSide:
             side.me,
             receive=lambda sender, message: imports.receive(sender, message),
             refused=lambda error: log.warning("of the prefill side: %s", error),
+            renewed=lambda endpoint: imports.reconnected(endpoint),
         )
         stack.push_async_callback(peers.close)
         imports = side._imports = Imports(
