@@ -284,17 +284,12 @@ class TestEnding:
         opened(book)
         assert book.refuse(STALE, REFUSAL, 1.0) == []
         assert book.prefill_lost(STALE, 1.0) == []
+        assert book.reconnected("tcp://another:1", 1.0) == []
         assert book.is_open(KEY)
 
-    def test_another_connection_ends_nothing(self, book: ImportBook) -> None:
-        opened(book)
-        assert book.reconnected(f"{PREFILL.endpoint}0", 1.0) == []
-        assert book.is_open(KEY)
-
-    def test_what_waits_says_so_again_over_a_new_connection(self, book: ImportBook) -> None:
+    def test_what_waits_tells_a_new_connection_again(self, book: ImportBook) -> None:
         book.waiting(KEY, PREFILL, TTL, 0.0)
-        assert book.reconnected(PREFILL.endpoint, 1.0) == []
-        assert kinds(book.tick(TTL)) == ["Renew"]
+        assert (book.reconnected(PREFILL.endpoint, 1.0), kinds(book.tick(TTL))) == ([], ["Renew"])
 
     def test_the_error_reaches_the_router_and_prefill(self, book: ImportBook) -> None:
         opened(book)
