@@ -1,4 +1,4 @@
-"""The connection between a prefill and a decode worker ends, and what one has told the other is lost with it."""
+"""What two workers send each other is lost with their connection, or never comes: no lease is waited for."""
 
 from __future__ import annotations
 
@@ -58,3 +58,29 @@ async def test_what_is_lost_costs_an_attempt_and_waits_for_no_lease(
     async with asyncio.timeout(allowed(20.0)):
         answer = await asking
     assert answer.token_ids == tiny_oracle.greedy(prompts[1], 12)
+
+
+async def test_blocks_that_never_come_though_they_are_handed_over(
+    tiny_llama_dir: Path, tiny_oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [prompt_of(tiny_oracle, 41, seed) for seed in (1, 2)]
+    by_tcp = {"ship_by": "tcp", "listen_by": "tcp", "transfer": {"transfer_timeout": allowed(1.0)}}
+    async with rack(tiny_llama_dir, router={"lease_ttl": TTL}, **by_tcp) as running:
+        (prefill,), (decode,) = running.prefill, running.decode
+        receiver = decode._imports._receiver
+        async with link_to(receiver.address) as link:
+            monkeypatch.setattr(type(receiver), "addresses", property(lambda _: (link.endpoint,)))
+            assert (await running.ask(prompts[0])).token_ids == tiny_oracle.greedy(prompts[0], 12)
+            await running.settle()
+            gate = Gate(prefill, open_for=1)
+            asking = asyncio.create_task(running.ask(prompts[1]))
+            await until(lambda: gate.held and decode._imports.tally.counts().open, "an import")
+            link.fall_silent()
+            gate.open()
+            await until(lambda: decode._imports._handed_over, "the hand-over")
+            await until(lambda: not decode._imports._handed_over, "the end of the import", allowed(20.0))
+            link.resume()
+            async with asyncio.timeout(allowed(20.0)):
+                answer = await asking
+            assert answer.token_ids == tiny_oracle.greedy(prompts[1], 12)
+            await running.settle()
