@@ -37,6 +37,7 @@ LOG_FILE = "daemon.log"
 LOG_TAIL_LINES = 15
 LOG_TAIL_BYTES = 8192
 STOP_GRACE_SECONDS = 15.0
+CREDENTIALS = "~/.ray/auth_token"
 REACH_SECONDS = 5.0
 """For a machine to take a connection; Ray itself would try for ten minutes."""
 
@@ -119,7 +120,8 @@ def connect(state: NodeState, namespace: str) -> Iterator[Any]:
                     logging_level="ERROR",
                 )
         except Exception as error:
-            raise ClusterError(f"cannot connect to Ray at {state.address or 'auto'}: {error}") from error
+            lacking = "" if _token_here() else f"; one that asks for a token wants its head's in {CREDENTIALS} here"
+            raise ClusterError(f"cannot connect to Ray at {state.address or 'auto'}: {error}{lacking}") from error
         try:
             yield ray
         finally:
@@ -158,8 +160,19 @@ def _make_folder() -> Path:
 
 
 def _driver_environment(state: NodeState) -> dict[str, str]:
-    quiet = {"RAY_USAGE_STATS_ENABLED": "0"}
-    return quiet | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": state.token} if state.token else quiet
+    wanted = {"RAY_USAGE_STATS_ENABLED": "0"}
+    if state.token:
+        wanted |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": state.token}
+    elif _token_here():
+        # Ray itself shows a token that is there only from release 2.60 on.
+        wanted["RAY_AUTH_MODE"] = os.environ.get("RAY_AUTH_MODE", "token")
+    return wanted
+
+
+def _token_here() -> bool:
+    """Whether there is a token for the clusters of others, where Ray looks for one."""
+    file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or CREDENTIALS).expanduser()
+    return bool(os.environ.get("RAY_AUTH_TOKEN")) or file.is_file()
 
 
 @contextmanager

@@ -89,6 +89,26 @@ def test_a_stranger_without_the_token_is_refused(bystander: NodeState) -> None:
         assert inside or "token" in done.stderr
 
 
+@pytest.mark.parametrize("there", [True, False], ids=["token", "none"])
+def test_a_cluster_is_joined_with_the_token_of_this_home(bystander: NodeState, tmp_path: Path, there: bool) -> None:
+    program = (
+        "import sys; from cluster.ray_node import connect; from cluster.state import NodeState\n"
+        "with connect(NodeState(address=sys.argv[1]), 'test') as ray: print('inside')"
+    )
+    if there:
+        (tmp_path / ".ray").mkdir()
+        (tmp_path / ".ray" / "auth_token").write_text(bystander.token)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    done = subprocess.run(
+        [sys.executable, "-c", program, bystander.address],
+        env=environment | {"HOME": str(tmp_path), "RAY_NUM_REDIS_GET_RETRIES": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert ("inside" in done.stdout, done.returncode == 0) == (there, there)
+    assert there or "~/.ray/auth_token" in done.stderr
+
+
 def test_what_a_killed_daemon_leaves_is_found_and_removed(bystander: NodeState) -> None:
     """The last that is done to the bystander."""
     assert bystander.daemon is not None
