@@ -1,7 +1,7 @@
 """Finds and ends exactly the processes of one node of ours, whoever their parent is by now.
 
-A process belongs to a node when it was started with the node's folder in its environment, or writes its output there.
-Command lines are not asked: somebody who looks at a log file has the folder in theirs.
+A process belongs to a node when it was started with the node's folder in its environment, or has a file there open to
+write it. Command lines are not asked: somebody who looks at a log file has the folder in theirs, and reads it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def node_processes(folder: str) -> list[psutil.Process]:
     for process in psutil.process_iter():
         try:
             if process.pid != os.getpid() and _belongs(process, folder):
-                # Ray's agents overwrite their environment with a title; their parent's is intact.
+                # Ray's agents overwrite their environment with a title, and log only after a moment.
                 found |= {one.pid: one for one in (process, *process.children(recursive=True))}
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
@@ -59,13 +59,23 @@ def _belongs(process: psutil.Process, folder: str) -> bool:
     if process.environ().get(NODE_VARIABLE) == folder:
         return True
     inside = folder.rstrip("/") + "/"
-    for descriptor in (1, 2):
-        try:
-            if str(Path(f"/proc/{process.pid}/fd/{descriptor}").readlink()).startswith(inside):
-                return True
-        except OSError:
-            continue
-    return False
+    try:
+        descriptors = os.listdir(f"/proc/{process.pid}/fd")
+    except OSError:
+        return False
+    return any(_writes(process.pid, descriptor, inside) for descriptor in descriptors)
+
+
+def _writes(pid: int, descriptor: str, inside: str) -> bool:
+    """Whether a process has a file of a folder open to write it."""
+    try:
+        if not str(Path(f"/proc/{pid}/fd/{descriptor}").readlink()).startswith(inside):
+            return False
+        told = Path(f"/proc/{pid}/fdinfo/{descriptor}").read_text()
+    except OSError:
+        return False
+    flags = next(line.split()[1] for line in told.splitlines() if line.startswith("flags:"))
+    return int(flags, 8) & os.O_ACCMODE != os.O_RDONLY
 
 
 def _await_end(processes: list[psutil.Process], seconds: float) -> None:

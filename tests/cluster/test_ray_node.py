@@ -112,9 +112,13 @@ def test_a_cluster_is_joined_with_the_token_of_this_home(bystander: NodeState, t
 def test_what_a_killed_daemon_leaves_is_found_and_removed(bystander: NodeState) -> None:
     """The last that is done to the bystander."""
     assert bystander.daemon is not None
+    processes = node_processes(bystander.temp_dir)
+    (raylet,) = [process for process in processes if process.name() == "raylet"]
     os.kill(bystander.daemon.pid, signal.SIGKILL)
-    until(lambda: not node_alive(bystander))
+    # With it goes what has started Ray's agents, which live on for a minute, and do not say any more whose they are.
+    until(lambda: not node_alive(bystander) and not runs(raylet.pid))
     stop_node(bystander)
+    assert [process.pid for process in processes if runs(process.pid)] == []
     assert not node_processes(bystander.temp_dir)
     assert not Path(bystander.temp_dir).exists()
 
