@@ -1,8 +1,8 @@
 """Connections to prefill workers.
 
 Life cycle: made on the first message to a worker, kept while it is used, closed when idle. A worker that starts again
-another endpoint, so its former connection just falls idle. A connection that is lost is made again by itself; what was
-on its way is lost with it, and who waits for an answer is told so.
+has another endpoint, so its former connection just falls idle. A connection that is lost is made again by itself; what
+was on its way is lost with it, and who waits for an answer is told so.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class PrefillPeers:
         context: of the process's ZeroMQ sockets.
         me: this worker.
         receive: called with ``(sender, message)``.
-        refused: called with an error for each frame that does not decode, and for an endpoint that is none.
+        refused: called with an error for each frame that does not decode, for an endpoint that is none, and for a
+            worker that has other keys.
         renewed: called with an endpoint to which a connection was lost and is there again.
         keys: that every prefill worker must have; None speaks to any.
 
