@@ -1,7 +1,8 @@
 """Finds and ends exactly the processes of one node of ours, whoever their parent is by now.
 
-A process belongs to a node when it was started with the node's folder in its environment, or has a file there open to
-write it. Command lines are not asked: somebody who looks at a log file has the folder in theirs, and reads it.
+A process belongs to a node when it was started with the node's folder in its environment, or writes its output there;
+one with a title of Ray's also when it has any file there open to write. Drivers have that too, and are somebody else's.
+Command lines are not asked: somebody who looks at a log file has the folder in theirs.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from cluster.state import ProcessMark
 
 NODE_VARIABLE = "KVFERRY_NODE_DIR"
 """Set, to the node's folder, in the environment of everything that a node starts."""
+TITLE = "ray::"
+"""What Ray's processes call themselves begins with it."""
 KILL_PATIENCE_SECONDS = 10.0
 POLL_SECONDS = 0.05
 REAP_SECONDS = 2.0
@@ -29,9 +32,9 @@ def node_processes(folder: str) -> list[psutil.Process]:
     for process in psutil.process_iter():
         try:
             if process.pid != os.getpid() and _belongs(process, folder):
-                # Ray's agents overwrite their environment with a title, and log only after a moment.
+                # Ray's agents overwrite their environment with a title; their parent's is intact.
                 found |= {one.pid: one for one in (process, *process.children(recursive=True))}
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
+        except (psutil.NoSuchProcess, psutil.AccessDenied, FileNotFoundError, PermissionError):
             continue
     return [process for process in found.values() if _live(process)]
 
@@ -59,11 +62,12 @@ def _belongs(process: psutil.Process, folder: str) -> bool:
     if process.environ().get(NODE_VARIABLE) == folder:
         return True
     inside = folder.rstrip("/") + "/"
-    try:
-        descriptors = os.listdir(f"/proc/{process.pid}/fd")
-    except OSError:
+    if any(_writes(process.pid, descriptor, inside) for descriptor in ("1", "2")):
+        return True
+    # What Ray starts overwrites its environment with a title; once its parent is dead, this alone tells whose it is.
+    if not process.name().startswith(TITLE):
         return False
-    return any(_writes(process.pid, descriptor, inside) for descriptor in descriptors)
+    return any(_writes(process.pid, descriptor, inside) for descriptor in os.listdir(f"/proc/{process.pid}/fd"))
 
 
 def _writes(pid: int, descriptor: str, inside: str) -> bool:
