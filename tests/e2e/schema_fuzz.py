@@ -75,7 +75,7 @@ def check_events(path: str, text: str) -> None:
         msgspec.json.decode(end, type=ErrorAnswer)
 
 
-def fuzz(url: str, model: str, examples: int) -> Counter[str]:
+def fuzz(url: str, model: str, examples: int, *, same: bool) -> Counter[str]:
     served: Counter[str] = Counter()
     with requests.Session() as session:
         session.trust_env = False
@@ -110,6 +110,7 @@ def fuzz(url: str, model: str, examples: int) -> Counter[str]:
                     deadline=None,
                     suppress_health_check=list(HealthCheck),
                     database=None,
+                    derandomize=same,
                 )
                 @given(operation.as_strategy(generation_mode=mode), st.integers(0, 999))
                 def check(case: Any, chance: int) -> None:
@@ -124,10 +125,9 @@ def main() -> None:
     asked.add_argument("url", help="of the router")
     asked.add_argument("model", help="that it serves")
     asked.add_argument("--examples", type=int, required=True, help="of each operation with a body, and each mode")
-    asked.add_argument("--profile", required=True, help="hypothesis's")
+    asked.add_argument("--same", action="store_true", help="each time")
     options = asked.parse_args()
-    settings.load_profile(options.profile)
-    print(json.dumps(fuzz(options.url, options.model, options.examples)))
+    print(json.dumps(fuzz(options.url, options.model, options.examples, same=options.same)))
 
 
 if __name__ == "__main__":

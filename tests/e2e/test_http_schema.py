@@ -24,7 +24,7 @@ GROWTH = 256 << 20
 
 async def fuzzed(url: str, examples: int) -> dict[str, int]:
     """How many answers each path gave, by another process: what draws requests keeps what it drew."""
-    asked = [url, MODEL, f"--examples={examples}", f"--profile={settings.get_current_profile_name()}"]
+    asked = [url, MODEL, f"--examples={examples}", *["--same"] * settings().derandomize]
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(sys.executable, FUZZ, *asked, stdout=pipe, stderr=pipe)
     try:
