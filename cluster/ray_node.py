@@ -120,7 +120,8 @@ def connect(state: NodeState, namespace: str) -> Iterator[Any]:
                     logging_level="ERROR",
                 )
         except Exception as error:
-            lacking = "" if _token_here() else f"; one that asks for a token wants its head's in {CREDENTIALS} here"
+            known = state.token or _token_here()
+            lacking = "" if known else f"; one that asks for a token wants its head's in {CREDENTIALS} here"
             raise ClusterError(f"cannot connect to Ray at {state.address or 'auto'}: {error}{lacking}") from error
         try:
             yield ray
