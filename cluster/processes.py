@@ -62,12 +62,10 @@ def _belongs(process: psutil.Process, folder: str) -> bool:
     if process.environ().get(NODE_VARIABLE) == folder:
         return True
     inside = folder.rstrip("/") + "/"
-    if any(_writes(process.pid, descriptor, inside) for descriptor in ("1", "2")):
-        return True
-    # What Ray starts overwrites its environment with a title; once its parent is dead, this alone tells whose it is.
-    if not process.name().startswith(TITLE):
-        return False
-    return any(_writes(process.pid, descriptor, inside) for descriptor in os.listdir(f"/proc/{process.pid}/fd"))
+    # What Ray starts overwrites its environment with a title; once its parent is dead, only its files tell whose it is.
+    titled = process.name().startswith(TITLE)
+    descriptors = os.listdir(f"/proc/{process.pid}/fd") if titled else ["1", "2"]
+    return any(_writes(process.pid, descriptor, inside) for descriptor in descriptors)
 
 
 def _writes(pid: int, descriptor: str, inside: str) -> bool:

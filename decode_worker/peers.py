@@ -14,7 +14,7 @@ from collections.abc import Callable
 import zmq.asyncio
 
 from protocol.curve import CurveKeys
-from protocol.errors import AuthenticationFailed, ConfigError, KVFerryError, ProtocolError
+from protocol.errors import ConfigError, KVFerryError, ProtocolError
 from protocol.ids import Peer
 from protocol.messages import Message, PrefillAddress
 from protocol.sockets import Spoke
@@ -114,16 +114,7 @@ class PrefillPeers:
             self._receive(envelope.sender, envelope.body)
 
     async def _look_after(self, spoke: Spoke) -> None:
-        met = refused = False
+        await spoke.reached(self._refused)
         while True:
-            try:
-                await spoke.connected()
-            except AuthenticationFailed as error:
-                # It is tried again for ever, and nothing new to say.
-                if not refused:
-                    self._refused(error)
-                refused = True
-                continue
-            if met:
-                self._renewed(spoke.endpoint)
-            met, refused = True, False
+            await spoke.reached(self._refused)
+            self._renewed(spoke.endpoint)

@@ -7,6 +7,8 @@ to that.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
@@ -251,6 +253,19 @@ class Spoke:
                 break
         # It may be another process now, of the release before.
         self._version = OLDEST
+
+    async def reached(self, refused: Callable[[AuthenticationFailed], None]) -> None:
+        """As :meth:`connected`, however often it is refused before: it is tried for ever, and told of once."""
+        told = False
+        while True:
+            try:
+                await self.connected()
+            except AuthenticationFailed as error:
+                if not told:
+                    refused(error)
+                told = True
+            else:
+                return
 
     def send(self, body: Message) -> bool:
         """Queue ``body``; False when the peer is too far behind, or of too old a version. Never blocks."""

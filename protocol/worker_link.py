@@ -18,7 +18,7 @@ import zmq.asyncio
 
 from protocol.connections import RECONNECT_AFTER
 from protocol.curve import CurveKeys
-from protocol.errors import AuthenticationFailed, ProtocolError
+from protocol.errors import ProtocolError
 from protocol.ids import Peer
 from protocol.kv_events import KVFollow
 from protocol.kv_publisher import KVPublisher
@@ -129,17 +129,8 @@ class WorkerLink:
             await asyncio.sleep(HEARTBEAT_INTERVAL)
 
     async def _greet(self, spoke: Spoke) -> None:
-        refused = False
         while True:
-            try:
-                await spoke.connected()
-            except AuthenticationFailed as error:
-                # It is tried again for ever, and nothing new to say.
-                if not refused:
-                    logger.warning("%s", error)
-                refused = True
-                continue
-            refused = False
+            await spoke.reached(lambda error: logger.warning("%s", error))
             # The router has seen the end of the former connection, and waits but shortly for a sign of life.
             spoke.send(self._sign_of_life())
             # Where the router reads of the end and of this sign in one go, it takes it for one of before the end.

@@ -137,7 +137,8 @@ async def test_a_channel_closes_in_two_turns_though_its_peer_stands_still(
     """Over shared memory its queue is full then: what is flushed, even to be cancelled, waits for room there."""
     if tls in ("sysv", "posix") and wire.ucx_release(library().version) < SHARED_SINCE:
         pytest.skip("by shared memory alone UCX 1.13 makes no endpoint that tells of its peer's end")
-    monkeypatch.setenv(f"UCX_{tls.upper()}_FIFO_SIZE", "64")
+    for shared in ("SYSV", "POSIX"):
+        monkeypatch.setenv(f"UCX_{shared}_FIFO_SIZE", "64")
     memory = np.zeros(4 << 20, np.uint8)
     pool = Context(memory.ctypes.data, memory.nbytes, writable=True, tls=tls)
     with monkeypatch.context() as deaf:
