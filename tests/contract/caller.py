@@ -79,8 +79,8 @@ class Caller:
         try:
             while piece := await asyncio.wait_for(self.reader.read(4096), PATIENCE):
                 heard += piece
-        except ConnectionResetError:
-            pass
+        except (ConnectionResetError, BrokenPipeError):
+            pass  # the second where we spoke as it hung up
         self.hang_up()
         return heard
 
