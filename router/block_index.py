@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from router.block_table import Array, BlockTable, Values
+from router.block_slots import Array, Search, Values
+from router.block_table import BlockTable
 
 FEW = 16
 """Workers up to which bits are taken one by one."""
@@ -36,14 +36,17 @@ class Move(NamedTuple):
 class BlockIndex:
     """Blocks by key, and the rows of the workers that have them.
 
+    Args:
+        search: by which keys are found; the best there is by default.
+
     Attributes:
         blocks: different ones that somebody has.
         holdings: pairs of a block and a worker that has it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, search: Search | None = None) -> None:
         self.blocks = self.holdings = 0
-        self._table = BlockTable(self._worth)
+        self._table = BlockTable(self._worth, search)
         # By number; 0 is the empty set of blocks that nobody has.
         self._members: list[int] = [0]
         self._blocks: list[int] = [0]
@@ -113,11 +116,8 @@ class BlockIndex:
         found: list[tuple[int, int]] = []
         members, staying, depth, last = self._members, among, 0, -1
         for keys in pieces:
-            numbers = self._table.lead(keys)
-            # Blocks that follow each other mostly are the same workers': all of a part are one step then.
-            alike = bool(numbers) and numbers.count(numbers[0]) == len(numbers)
-            steps = ((numbers[0], len(numbers)),) if alike else zip(numbers, repeat(1))
-            for number, blocks in steps:
+            whole = depth + len(keys)
+            for number, blocks in self._table.lead(keys):
                 if number != last:
                     last = number
                     still = staying & members[number]
@@ -128,7 +128,7 @@ class BlockIndex:
                         if not staying:
                             return found
                 depth += blocks
-            if len(numbers) < len(keys):
+            if depth < whole:
                 break
         if depth:
             found.append((staying, depth))

@@ -24,7 +24,7 @@ from protocol.ids import Peer
 from protocol.kv_events import KVEvents, KVFollow, KVSnapshot
 from protocol.transitions import Tracker, TransitionTable
 from router.block_index import BlockIndex, Move
-from router.block_table import Array
+from router.block_slots import Array
 
 ASK_AGAIN = 1.0
 """Seconds without an answer after which a worker is asked again."""

@@ -259,9 +259,8 @@ def place(policy: str, snapshot: Snapshot, demand: Demand) -> Choice:
         if ranking.in_seconds:
             here, there = prefill[rows], decode[partners]
             late = lateness(fleet, snapshot.forecast, rows, partners)
-            if bound == CANDIDATES:
-                many = None if late is None else late.tolist()
-                first, second = cheapest(here.tolist(), there.tolist(), many, ranking.tolerance, demand.turn)
+            if late is None and bound == CANDIDATES:
+                first, second = cheapest(here.tolist(), there.tolist(), None, ranking.tolerance, demand.turn)
                 if fleet.fit(int(rows[first]), int(partners[second])):
                     return Choice(int(rows[first]), int(partners[second]), rows, partners, ranking)
             pairs = there[:, None] + here

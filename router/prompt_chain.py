@@ -9,7 +9,7 @@ import numpy as np
 
 from protocol.block_hashes import BlockHash, chain_on, root_hash
 from protocol.kv_events import KEY_BYTES
-from router.block_table import Array
+from router.block_slots import Array
 
 PIECE = 64
 """Blocks in the first part; each further one is twice as long. A prompt that nobody knows is hashed no further."""

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.bench.traces.request import BLOCK_TOKENS, TraceRequest
-from router.block_table import Array
+from router.block_slots import Array
 
 SESSIONS = 1 << 16
 """Of which it is remembered what was answered, those that had a turn last."""

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_transfer.checksum import Checksum
-from kv_transfer.compiling import compiled
+from protocol.compiling import compiled
 from protocol.errors import ConfigError
 
 Run = tuple[int, int, int]

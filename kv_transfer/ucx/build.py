@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from kv_transfer.compiling import compiled
+from protocol.compiling import compiled
 from protocol.errors import ConfigError
 
 SOURCE = Path(__file__).with_name("shim.c")

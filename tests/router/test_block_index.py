@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from itertools import cycle
+
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from protocol.errors import ConfigError
+from router import native_search
 from router.block_index import BlockIndex, Move, mark, rows_of
+from router.block_slots import Array, ArraySearch, Run, Search, Slots, Values
 from router.block_table import BlockTable
+from router.native_search import NativeSearch, best_search
 
 ROWS = 24
 # Keys whose homes are all in one bucket, and such that are far apart.
@@ -20,10 +27,36 @@ def keys(*wanted: int) -> np.ndarray:
     return np.array(wanted, dtype=np.uint64)
 
 
+class InTurn:
+    """Either search in its turn: what one puts down the other has to find."""
+
+    def __init__(self) -> None:
+        self._turns = cycle((best_search(), ArraySearch()))
+
+    def locate(self, slots: Slots, keys: Array) -> np.ndarray:
+        return next(self._turns).locate(slots, keys)
+
+    def lead(self, slots: Slots, old: Slots | None, keys: Array) -> Iterable[Run]:
+        return next(self._turns).lead(slots, old, keys)
+
+    def insert(self, slots: Slots, keys: Array, values: Values) -> int:
+        return next(self._turns).insert(slots, keys, values)
+
+
+SEARCHES = {"native": best_search, "arrays": ArraySearch, "in turn": InTurn}
+
+
+@pytest.fixture(params=SEARCHES.values(), ids=SEARCHES)
+def search(request: pytest.FixtureRequest) -> Search:
+    return request.param()
+
+
 class IndexModel(RuleBasedStateMachine):
+    search: Callable[[], Search] = best_search
+
     def __init__(self) -> None:
         super().__init__()
-        self.index = BlockIndex()
+        self.index = BlockIndex(type(self).search())
         self.model: dict[int, set[int]] = {}
 
     @rule(row=st.integers(0, ROWS - 1), wanted=st.lists(st.sampled_from(KEYS), max_size=30))
@@ -85,12 +118,64 @@ class IndexModel(RuleBasedStateMachine):
         assert self.index.blocks == sum(bool(rows) for rows in self.model.values())
 
 
+class ByArrays(IndexModel):
+    search = ArraySearch
+
+
+class ByEither(IndexModel):
+    search = InTurn
+
+
 TestIndex = IndexModel.TestCase
-TestIndex.settings = settings(max_examples=12, stateful_step_count=25, deadline=None)
+TestByArrays = ByArrays.TestCase
+TestByEither = ByEither.TestCase
+for case in (TestIndex, TestByArrays, TestByEither):
+    case.settings = settings(max_examples=12, stateful_step_count=25, deadline=None)
 
 
-def test_a_table_that_grows_step_by_step_loses_nothing() -> None:
-    table = BlockTable(lambda values: np.ones(len(values), dtype=bool))
+def test_here_keys_are_found_natively() -> None:
+    assert isinstance(best_search(), NativeSearch)
+
+
+def test_without_a_compiler_arrays_do(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ConfigError("the index of blocks needs a C compiler", field="PATH")
+
+    monkeypatch.setattr(native_search, "compiled", refuse)
+    native_search.library.cache_clear()
+    try:
+        assert [type(best_search()) for _ in range(2)] == [ArraySearch, ArraySearch]
+    finally:
+        native_search.library.cache_clear()
+    (told,) = caplog.messages
+    assert "slower" in told
+    assert "compiler" in told
+
+
+def test_keys_need_not_lie_in_a_row(search: Search) -> None:
+    index, chain = BlockIndex(search), np.arange(1, 201, dtype=np.uint64)
+    index.store(3, chain[::2])
+    assert [*index.depths([chain[::2]], 1 << 3)] == [(1 << 3, 100)]
+    assert index.depths([chain], 1 << 3) == [(1 << 3, 1)]
+    index.remove(3, chain[::-2])
+    assert index.holdings == 100
+    index.remove(3, chain[::2][::-1])
+    assert not index.holdings
+
+
+def test_a_long_prompt_is_found_whole_and_as_far_as_it_goes(search: Search) -> None:
+    """Longer than what any part of it was looked up with before, with other workers in it, and a gap."""
+    index = BlockIndex(search)
+    chain = (np.arange(5000, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    index.store(0, chain)
+    for row in (1, 2):
+        index.store(row, chain[: 1500 * row])
+    index.remove(0, chain[4000:4001])
+    assert index.depths([chain[:64], chain[64:]], 7) == [(1 << 1, 1500), (1 << 2, 3000), (1 << 0, 4000)]
+
+
+def test_a_table_that_grows_step_by_step_loses_nothing(search: Search) -> None:
+    table = BlockTable(lambda values: np.ones(len(values), dtype=bool), search)
     rng = np.random.default_rng(3)
     model: dict[int, int] = {}
     for _ in range(120):

@@ -65,7 +65,7 @@ def compiled(
             if done.returncode:
                 said = " / ".join(done.stderr.strip().splitlines()[-5:])
                 what = f"{source.name} with {against}" if against else source.name
-                raise ConfigError(f"{compiler} cannot build {what}: {said}", field="transport")
+                raise ConfigError(f"{compiler} cannot build {what}: {said}", field="compiler")
             # Two processes may build at once: either file is whole, and the last stays.
             os.replace(fresh, target)
     except OSError as error:
