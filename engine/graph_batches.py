@@ -11,10 +11,16 @@ _STEPS = ((64, 8), (256, 16), (MOST, 32))
 """Up to the first number the sizes rise by the second: padding wastes less than a quarter, above 8 rows."""
 
 
-def default_batches(most: int, limit: int = MOST) -> tuple[int, ...]:
-    """Powers of two up to 8, then growing steps, up to ``most`` sequences, itself included, and ``limit``."""
+def default_batches(most: int, limit: int = MOST, every: int = 0) -> tuple[int, ...]:
+    """Powers of two up to 8, then growing steps, up to ``most`` sequences, itself included, and ``limit``.
+
+    Args:
+        most: sequences of a step.
+        limit: largest batch that is worth it.
+        every: up to here no size is left out.
+    """
     limit = min(most, limit)
-    found = [1, 2, 4]
+    found = [1, 2, 4, *range(1, every + 1)]
     size = 8
     for border, step in _STEPS:
         while size <= border:

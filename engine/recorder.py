@@ -22,10 +22,12 @@ class Recorder(ABC):
     Attributes:
         device: that computes.
         most: sequences of the largest batch that is worth it.
+        every: sequences up to which a row of padding costs as much as one that is wanted, so that no size is left out.
     """
 
     device: torch.device
     most: int = MOST
+    every: int = 0
 
     @abstractmethod
     def record(self, run: Callable[[], None]) -> Callable[[], None]:

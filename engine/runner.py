@@ -309,7 +309,9 @@ class ModelRunner:
         Returns:
             The sizes of batch that are; none where the model or the attention does not allow it, which is logged.
         """
-        sizes = self.config.cuda_graph_batches or default_batches(self.config.max_sequences, recorder.most)
+        sizes = self.config.cuda_graph_batches or default_batches(
+            self.config.max_sequences, recorder.most, recorder.every
+        )
         width = self.layout.blocks_for(self.max_model_len)
         self._graphs = DecodeGraphs(self._model, self._backend, self.cache, recorder, sizes, width)
         with self._marked():

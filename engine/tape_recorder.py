@@ -48,6 +48,7 @@ class TapeRecorder(Recorder):
     """
 
     most = 32
+    every = 12
     device = torch.device("cpu")
 
     def __init__(self, kernels: Kernels) -> None:

@@ -58,15 +58,18 @@ inline void finish(const Target& to, const float* sums, int64_t row) {
     _mm512_storeu_si512(y, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
 }
 
-// R rows of x times a panel, by vdpbf16ps.
+// R rows of x times a panel, by vdpbf16ps. A row's sums are the same whatever R is.
 template <int R>
 void dot_rows(const bf16* x, const bf16* panel, int64_t K, float* to) {
-    constexpr int ahead = 8 * kTile;  // memory answers later than one tile takes
+    // Memory answers later than a tile takes. With more rows a core asks slower than the nearest cache would have it: what
+    // has been asked for then waits in the second, and not for one of the few places for lines on their way.
+    constexpr bool near = R <= 6;
+    constexpr int ahead = (near ? 8 : 16) * kTile;
     __m512 sums[R];
     for (int r = 0; r < R; ++r) sums[r] = _mm512_setzero_ps();
     for (int64_t k = 0; k < K; k += 2, panel += 2 * kOutputs) {
         const __m512bh w = (__m512bh)_mm512_loadu_si512(panel);
-        _mm_prefetch(reinterpret_cast<const char*>(panel + ahead), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(panel + ahead), near ? _MM_HINT_T0 : _MM_HINT_T1);
         for (int r = 0; r < R; ++r) {
             int32_t pair;
             __builtin_memcpy(&pair, x + r * K + k, sizeof pair);
@@ -77,19 +80,26 @@ void dot_rows(const bf16* x, const bf16* panel, int64_t K, float* to) {
 }
 
 template <int R>
-int64_t dot_unit(const bf16* x, const bf16* first, const bf16* second, int64_t K, const Target& to, int64_t row) {
+void dot_unit(const bf16* x, const bf16* first, const bf16* second, int64_t K, const Target& to, int64_t row) {
     alignas(64) float sums[2 * kSecond];
     dot_rows<R>(x + row * K, first, K, sums);
     if (to.second > 0) dot_rows<R>(x + row * K, second, K, sums + kSecond);
     for (int r = 0; r < R; ++r) finish(to, sums + r * kOutputs, row + r);
-    return row + R;
 }
 
+constexpr decltype(&dot_unit<1>) kUnits[] = {dot_unit<1>, dot_unit<2>, dot_unit<3>, dot_unit<4>,  dot_unit<5>,  dot_unit<6>,
+                                             dot_unit<7>, dot_unit<8>, dot_unit<9>, dot_unit<10>, dot_unit<11>, dot_unit<12>};
+
+// All rows, in units as equal as can be: one of few rows takes as long as one of seven, for each sum waits for the one
+// before it, and from nine on the addresses of the rows take more than their share.
 void dot_pair(const bf16* x, const bf16* first, const bf16* second, int64_t M, int64_t K, const Target& to) {
+    const int64_t most = M <= 12 ? 12 : M <= 24 ? 9 : 8;
     int64_t row = 0;
-    while (row + 8 <= M) row = dot_unit<8>(x, first, second, K, to, row);
-    while (row + 4 <= M) row = dot_unit<4>(x, first, second, K, to, row);
-    while (row < M) row = dot_unit<1>(x, first, second, K, to, row);
+    for (int64_t left = (M + most - 1) / most; left > 0; --left) {
+        const int64_t rows = (M - row + left - 1) / left;
+        kUnits[rows - 1](x, first, second, K, to, row);
+        row += rows;
+    }
 }
 
 #endif

@@ -69,6 +69,8 @@ def test_sizes_rise_to_the_limit_and_padding_stays_small(most: int) -> None:
 def test_the_sizes_of_the_default() -> None:
     assert default_batches(64) == (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
     assert default_batches(20) == (1, 2, 4, 8, 16, 20)
+    assert default_batches(20, every=6) == (1, 2, 3, 4, 5, 6, 8, 16, 20)
+    assert default_batches(3, every=6) == (1, 2, 3)
 
 
 @pytest.mark.parametrize("sizes", [(), (0, 1), (2, 1), (1, 1), (1, 513), (True, 2), (1.0,), [1, "2"]])

@@ -62,7 +62,9 @@ def grown(runner: ModelRunner, seed: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("cache", ["auto", "float8_e4m3"])
 def test_a_replay_gives_the_very_logits_of_the_step_that_python_drives(tmp_path: Path, family: str, cache: str) -> None:
     model = tiny_model(tmp_path / family, family=family, **FAMILIES[family])
-    plain, taped = (runner_of(model, mode, kv_cache_dtype=cache) for mode in ("off", "auto"))
+    plain, taped = (
+        runner_of(model, mode, kv_cache_dtype=cache, cuda_graph_batches=(1, 2, 4, 7)) for mode in ("off", "auto")
+    )
     assert plain._graphs is None
     assert taped._graphs is not None
     assert taped._graphs.captured == (1, 2, 4, 7)
