@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from cluster.bench.engine.rivals import RivalOrder
+from cluster.bench.engine.rivals import environment
 from cluster.bench.rivals.process import started
 from cluster.bench.roofline import Device
 from engine.attention import create_backend
@@ -67,9 +67,9 @@ def ours(batch: int, context: int) -> tuple[Callable[[], None], torch.Tensor]:
 
 async def compare(batch: int, context: int, options: argparse.Namespace) -> None:
     """One case, as a row of the table."""
-    order = RivalOrder("", "bfloat16", "cpu", options.threads, context, batch, 0, cpu_time=False)
+    settings = environment("vllm", options.vs_python, options.threads)
     shape = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "layers": LAYERS, "seed": SEED}
-    async with started(options.vs_python, order.environment("vllm", options.vs_python), RIVAL) as rival:
+    async with started(options.vs_python, settings, RIVAL) as rival:
         told = await rival.ask("start", batch=batch, context=context, threads=options.threads, **shape)
         step, result = ours(batch, context)
         device, rng = Device(CPU, torch.bfloat16), random.Random(SEED)  # noqa: S311

@@ -19,6 +19,8 @@ from platformdirs import user_cache_path
 from protocol.errors import ConfigError
 
 COMPILERS = ("cc", "gcc", "clang")
+LIBRARY = ("-shared", "-fPIC", "-fvisibility=hidden")
+"""Flags of every library."""
 
 
 def find_compiler(owner: str) -> str:
@@ -41,7 +43,7 @@ def compiled(
 
     Args:
         source: one C file that includes none of ours.
-        flags: to the compiler, after the source.
+        flags: to the compiler, after the source and those of every library.
         owner: what the library is for, in words.
         label: first part of the file's name.
         against: what it is linked with, in words; its release belongs in the label.
@@ -50,7 +52,7 @@ def compiled(
     Raises:
         ConfigError: there is no compiler, it fails, or the cache cannot be written.
     """
-    mark = hashlib.sha256(source.read_bytes() + repr((label, tuple(flags))).encode()).hexdigest()[:24]
+    mark = hashlib.sha256(source.read_bytes() + repr((label, LIBRARY, tuple(flags))).encode()).hexdigest()[:24]
     folder = cache if cache is not None else user_cache_path("kvferry") / label.partition("-")[0]
     target = folder / f"{label}-{mark}.so"
     if target.exists():
@@ -60,7 +62,7 @@ def compiled(
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             fresh = Path(scratch) / target.name
-            command = [compiler, "-o", str(fresh), str(source), *flags]
+            command = [compiler, "-o", str(fresh), str(source), *LIBRARY, *flags]
             done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 -- our own source
             if done.returncode:
                 said = " / ".join(done.stderr.strip().splitlines()[-5:])

@@ -53,7 +53,7 @@ class RunCopies(NamedTuple):
 def load_copies() -> RunCopies | None:
     """The compiled copies, built when first asked for; None where they cannot be, which is logged once."""
     try:
-        path = str(compiled(SOURCE, ("-O3", "-shared", "-fPIC", "-fvisibility=hidden"), owner="shm", label="shm"))
+        path = str(compiled(SOURCE, ("-O3",), owner="shm", label="shm"))
         functions = [kind(path).kvf_copy_runs for kind in (ctypes.PyDLL, ctypes.CDLL)]
     except (ConfigError, OSError, AttributeError) as error:
         log.warning("shared memory is copied run by run, which is slower: %s", error)

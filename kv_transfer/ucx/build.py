@@ -100,7 +100,7 @@ def built(ucx: Installation, cache: Path | None = None) -> Path:
 
 
 def _flags(ucx: Installation) -> tuple[str, ...]:
-    flags = ["-O2", "-shared", "-fPIC", "-fvisibility=hidden", f"-I{ucx.include}"]
+    flags = ["-O2", f"-I{ucx.include}"]
     if ucx.libraries is not None:
         flags += [f"-L{ucx.libraries}", f"-Wl,-rpath,{ucx.libraries}"]
     return (*flags, "-lucp", "-luct", "-lucs")

@@ -58,23 +58,24 @@ class RivalOrder:
     kv_bytes: int
     cpu_time: bool
 
-    def environment(self, rival: str, python: str) -> dict[str, str]:
-        """Of a rival's process: as many threads as we have, no network, and what vLLM's manual asks for on CPUs."""
-        settings = {"OMP_NUM_THREADS": str(self.threads), "HF_HUB_OFFLINE": "1"}
-        if rival != "vllm":
-            return settings
-        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[: self.threads]))
-        settings |= {
-            "VLLM_CPU_OMP_THREADS_BIND": cores,
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_LOGGING_LEVEL": "ERROR",
-            "VLLM_NO_USAGE_STATS": "1",
-        }
-        openmp = Path(python).absolute().parent.parent / "lib" / "libiomp5.so"
-        if openmp.exists():
-            places = f"granularity=fine,explicit,proclist=[{cores}]"
-            settings |= {"LD_PRELOAD": str(openmp), "KMP_AFFINITY": places, "KMP_BLOCKTIME": "5", "KMP_TPAUSE": "0"}
+
+def environment(rival: str, python: str, threads: int) -> dict[str, str]:
+    """Of a rival's process: as many threads as are wanted, no network, and what vLLM's manual asks for on CPUs."""
+    settings = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    if rival != "vllm":
         return settings
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
+    settings |= {
+        "VLLM_CPU_OMP_THREADS_BIND": cores,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    openmp = Path(python).absolute().parent.parent / "lib" / "libiomp5.so"
+    if openmp.exists():
+        places = f"granularity=fine,explicit,proclist=[{cores}]"
+        settings |= {"LD_PRELOAD": str(openmp), "KMP_AFFINITY": places, "KMP_BLOCKTIME": "5", "KMP_TPAUSE": "0"}
+    return settings
 
 
 class Rival:
@@ -116,7 +117,7 @@ async def entered(invitation: Invitation, order: RivalOrder, on_rival: OnRival) 
         found = []
         for name in invitation.names:
             try:
-                settings = order.environment(name, invitation.python)
+                settings = environment(name, invitation.python, order.threads)
                 process = await stack.enter_async_context(started(invitation.python, settings, STEPPERS))
                 async with asyncio.timeout(START_SECONDS):
                     answer = await process.ask("start", rival=name, **msgspec.to_builtins(order))
